@@ -67,8 +67,7 @@ def table_of(index: IdIndex, ids: np.ndarray[Any, Any]) -> tuple[Table, np.ndarr
     drawn[:, :4] = np.array([0.01, -1.0], np.float16).view(np.uint8)
     for start in range(0, len(packed), len(drawn)):
         packed[start : start + len(drawn)] = drawn[: len(packed) - start]
-    rows = np.empty(len(ids), np.int64)
-    find_rows(index, ids, rows)
+    rows = find_rows(index, ids)
     kept = np.ndarray((index.slots,), np.int64, packed.reshape(-1), row_bytes - 8, (row_bytes,))
     kept[:] = ids[0]
     kept[rows] = ids
@@ -137,12 +136,9 @@ def finders(table: Table, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any])
     picked = np.random.default_rng(7).integers(0, len(ids), FOUND_IDS)
     asked, expected = np.ascontiguousarray(ids[picked]), rows[picked]
     assert table.row_map is not None and table.row_map.index is not None
-    index, out = table.row_map.index, np.empty(FOUND_IDS, np.int64)
-    work: dict[str, Callable[[], Any]] = {
-        "index (rows alone, not checked)": lambda: find_rows(index, asked, out)
-    }
-    work["index (rows alone, not checked)"]()
-    assert np.array_equal(out, expected)
+    index = table.row_map.index
+    work: dict[str, Callable[[], Any]] = {"index (rows alone, not checked)": lambda: find_rows(index, asked)}
+    assert np.array_equal(work["index (rows alone, not checked)"](), expected)
     if len(ids) <= PEERS_IDS:
         work |= peers(ids, rows, asked, expected)
     timed = in_turn(list(work.values()), 7)

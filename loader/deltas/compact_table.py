@@ -123,9 +123,7 @@ class CompactTable:
         for start in range(0, self._old.slots, _BLOCK_ROWS):
             rows = np.arange(start, min(start + _BLOCK_ROWS, self._old.slots), dtype=np.int64)
             ids = np.ascontiguousarray(self._old.ids[rows[0] : rows[-1] + 1])
-            found = np.empty(ids.size, np.int64)
-            find_rows(self._old, ids, found)
-            own = found == rows
+            own = find_rows(self._old, ids) == rows
             if self._gone.size:
                 at = np.searchsorted(self._gone, ids)
                 own &= self._gone[np.minimum(at, self._gone.size - 1)] != ids

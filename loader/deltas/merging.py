@@ -157,8 +157,7 @@ def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries
 def _same(entries: DeltaEntries, layer: OverlayLayer, times: Times | None) -> tuple[np.ndarray, int]:
     """Returns the mask [n] of entries that a layer has unchanged, and the number of its ids among them.
     times: of its slots."""
-    slots = np.empty(entries.ids.size, np.int64)
-    find_rows(layer.index, entries.ids, slots)
+    slots = find_rows(layer.index, entries.ids)
     there = np.flatnonzero((slots >= 0) & (layer.index.ids[slots] == entries.ids))
     same = np.zeros(entries.ids.size, np.bool_)
     new, old = entries.packed.view(np.uint32), layer.packed.view(np.uint32)  # rows are multiples of 4 bytes

@@ -195,9 +195,7 @@ def own_rows(row_map: RowMap | None, ids: Ids) -> Ids:
         return ids
     if row_map.index is None:
         return ids - np.int64(row_map.first)
-    rows = np.empty(ids.size, np.int64)
-    place_rows(row_map, ids, rows)
-    return rows
+    return place_rows(row_map, ids)[0]
 
 
 def _pieces(counts: Counts) -> Iterator[tuple[int, Counts]]:

@@ -249,8 +249,7 @@ class IndexedRows:
     def put(self, ids: Ids, packed: Bytes) -> Ids:
         """Writes packed rows [n, row_bytes] of ids [n]; returns where they lie. Puts the ids into `packed`
         first where rows hold them: one random write for both."""
-        rows = np.empty(len(ids), np.int64)
-        find_rows(self._index, ids, rows)
+        rows = find_rows(self._index, ids)
         if self._id_at >= 0:
             packed[:, self._id_at : self._id_at + ID_BYTES] = (
                 np.ascontiguousarray(ids).view(np.uint8).reshape(-1, ID_BYTES)

@@ -19,7 +19,7 @@ from tableside.loader.load.raw_ids import CountedIds, Indexing
 from tableside.loader.load.scorer import stored_scorer
 from tableside.loader.load.settings import Progress
 from tableside.loader.model.specs import ModelSpec, TableSpec
-from tableside.loader.model.tiers import can_have_tier
+from tableside.loader.model.tiers import can_have_tier, refuse_times
 from tableside.loader.segment.header import TABLE_ALIGNMENT_BYTES, Header
 from tableside.loader.segment.layout import lay_out, plan_tables
 from tableside.loader.segment.stored import StoredTable
@@ -68,7 +68,7 @@ def sized_checkpoint(spec: ModelSpec, model: Model, progress: Progress) -> Sized
     """Sizes what a load would publish as `model`, whatever tiers of hosts it has now. progress: counts raw
     ids. LoaderError: model or checkpoint are wrong."""
     tables = [t for t in spec.tables if not t.redis]
-    _check_not_timed(t.name for t in tables if t.raw is not None and t.raw.has_times)
+    refuse_times(t.name for t in tables if t.raw is not None and t.raw.has_times)
     with open_checkpoint(spec.checkpoint) as checkpoint:
         sources = Sources(spec.tables, checkpoint)
         scorer, program = stored_scorer(spec, sources.dims)
@@ -97,13 +97,6 @@ def _sized(t: TableSpec, sources: Sources, model: Model, work: Indexing) -> Size
     return SizedTable(t.name, most if can_have_tier(str(t.missing)) else 1, cache(cut))
 
 
-def _check_not_timed(tables: Iterable[str]) -> None:
-    for name in tables:
-        raise ModelError(
-            f"[tables.{name}]: ttl and max_rows are for models on one host; leave them out of one of several"
-        )
-
-
 def _no_scratch() -> int:
     raise AssertionError("tables of raw ids are counted, not indexed")
 
@@ -118,7 +111,7 @@ def sized_version(model: Model) -> SizedModel:
             f"model {model.name!r} is one of several hosts already; expected a whole one, or the model.toml "
             "that describes it, whose tiers are planned anew"
         )
-    _check_not_timed(t.name for t in header.tables if t.has_times)
+    refuse_times(t.name for t in header.tables if t.has_times)
     counts = None
     with suppress(FileNotFoundError), Folder(hot_path(model.root, model.name)) as folder:
         counts = RowCounts.opened(folder, segment)

@@ -67,7 +67,7 @@ from tableside.loader.model.specs import (
     ScorerSpec,
     TableSpec,
 )
-from tableside.loader.model.tiers import TIER, parse_tier
+from tableside.loader.model.tiers import parse_tier, refuse_times
 from tableside.quant import Pooling, QuantError, RowFormat
 from tableside.quant.row_format import ALIGNMENTS
 
@@ -149,11 +149,8 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
         raise ModelError("tables have tiers of different numbers of owners; expected the same for all")
     if len({t.redis for t in tables if t.owners or t.redis}) > 1:
         raise ModelError("tables have different tiers; expected owners for all of them, or one Redis")
-    if any(t.owners for t in tables) and (timed := [t for t in tables if t.raw and t.raw.has_times]):
-        raise ModelError(
-            f"[tables.{timed[0].name}]: ttl and max_rows are for models on one host, since hosts would drop "
-            f"rows at different times; leave them out, or the tiers of owners ({TIER})"
-        )
+    if any(t.owners for t in tables):
+        refuse_times(t.name for t in tables if t.raw and t.raw.has_times)
     names = {t.name for t in tables}
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
     features = features or tuple(FeatureSpec(t.name, t.name) for t in tables)

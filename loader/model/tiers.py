@@ -3,6 +3,7 @@
 `redis+sentinel://a:26379,b:26379/NAME`, the Sentinels that know the servers of that name."""
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tableside.loader.errors import ModelError
@@ -64,6 +65,15 @@ def parse_tier(
 def can_have_tier(missing: str) -> bool:
     """Returns whether rows of a table may lie elsewhere. missing: its policy."""
     return missing != "mean" and not missing.startswith("backfill")
+
+
+def refuse_times(tables: Iterable[str]) -> None:
+    """Raises ModelError for tables with ttl or max_rows, of a model over several hosts."""
+    for name in tables:
+        raise ModelError(
+            f"[tables.{name}]: ttl and max_rows are for models on one host, since hosts would drop rows at "
+            f"different times; leave them out, or load the whole model on one host, without tier = {TIER}..."
+        )
 
 
 def owner_name(model: str, number: int, owners: int) -> str:

@@ -128,10 +128,7 @@ class BlockReader:
         """What is in the page cache is read at once; the disk is asked for the rest, some blocks at a time.
         Where a block takes long, threads read it and those behind it. Who has a deadline waits for threads
         alone: a disk that hangs holds up whoever asks it for more than its queue has room for."""
-        state[:] = _LEFT
-        left = self._fetch(rows, out, state, True)
-        self.count(PAGE_CACHE, rows.size - left)
-        if not left:
+        if not (left := self._fetch(rows, out, state)):
             return
         began = time.monotonic()
         # Who waits for less neither says that the disk hangs, nor is the one that looks whether it does
@@ -191,18 +188,19 @@ class BlockReader:
         if self._mapped is not None:
             without_readahead(self._mapped)
 
-    def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
-        return _blocks.fetch(*self._where, rows, out, state, is_ready)
+    def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8]) -> int:
+        """Reads what is in the page cache; returns how many rows are left."""
+        state[:] = _LEFT
+        left = _blocks.fetch(*self._where, rows, out, state, True)
+        self.count(PAGE_CACHE, rows.size - left)
+        return left
 
     def ready(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
     ) -> None:
         """Reads what is in the page cache; the other rows are LATE."""
-        state[:] = _LEFT
-        left = self._fetch(rows, out, state, True)
-        if left:
+        if self._fetch(rows, out, state):
             state[state == _LEFT] = RowState.LATE
-        self.count(PAGE_CACHE, rows.size - left)
 
     def away(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the places in `rows` of those that may not be read in the mapping now. Rows that the table

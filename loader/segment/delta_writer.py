@@ -63,9 +63,7 @@ def delta_entries(delta: Delta, name: str) -> DeltaEntries:
 def entries_of(layer: OverlayLayer, times: Times | None = None) -> DeltaEntries:
     """Returns a layer's entries. times: of its slots."""
     kept, slots = np.ascontiguousarray(layer.index.ids), np.arange(layer.index.slots)
-    found = np.empty(kept.size, np.int64)
-    find_rows(layer.index, kept, found)
-    slots = slots[found == slots]
+    slots = slots[find_rows(layer.index, kept) == slots]
     deleted = np.zeros(slots.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, slots)
     times = None if times is None else times[slots]
     return DeltaEntries(kept[slots], layer.packed, slots, deleted, times=times)
@@ -111,8 +109,7 @@ def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> Me
     kept = np.ones(ids.size, np.bool_)
     kept[builder.distinct(records, "last")[:, 1]] = False
     index = builder.build(records)
-    rows = np.empty(int(kept.sum()), np.int64)
-    find_rows(index, ids[kept], rows)
+    rows = find_rows(index, ids[kept])
     deleted = int(np.concatenate([part.deleted for part in parts])[kept].sum())
     _, numbers = base.row_numbers
     marked = numbers if are_marks_worth_it(numbers, rows.size, base.row_bytes) else 0

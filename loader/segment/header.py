@@ -125,41 +125,21 @@ class Header:
         for file in raw["files"]:
             if not file["sums_at"]:
                 del file["sums_at"], file["sums"]
-            if not file["seed"]:
-                del file["seed"]
+            _drop_empty(file, "seed")
         for name in ("delta", "merged"):
             if raw[name] is not None and not raw[name]["mark"]:
                 del raw[name]["mark"], raw[name]["after"]
-        later = (
-            "scorer",
-            "evaluation",
-            "owner",
-            "delta",
-            "merged",
-            "files",
-            "remote",
-            "origin",
-            "disk_timeout_s",
-        )
-        for name in later:
-            if not raw[name]:
-                del raw[name]  # a version without one reads as it always did
+        _drop_empty(raw, "scorer", "evaluation", "owner", "delta", "merged")
+        _drop_empty(raw, "files", "remote", "origin", "disk_timeout_s")
         for table in raw.get("remote", ()):
-            for name in ("strings", "redis"):
-                if not table[name]:
-                    del table[name]
-            if "redis" in table and not table["redis"]["service"]:
-                del table["redis"]["service"]
+            _drop_empty(table, "strings", "redis")
+            _drop_empty(table.get("redis"), "service")
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
                 continue
-            for name in ("deleted", "strings", "ttl_s", "max_rows", "expired", "evicted"):
-                if not ids[name]:
-                    del ids[name]
-            for name in ("filter_words", "marked", "has_times"):
-                if ids["index"] is not None and not ids["index"][name]:
-                    del ids["index"][name]
+            _drop_empty(ids, "deleted", "strings", "ttl_s", "max_rows", "expired", "evicted")
+            _drop_empty(ids["index"], "filter_words", "marked", "has_times")
         return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -254,6 +234,13 @@ class Header:
     def fp32_bytes(self) -> int:
         """Returns the bytes of the tables in fp32."""
         return sum(4 * t.id_count * t.dim for t in self.tables)
+
+
+def _drop_empty(raw: dict[str, Any] | None, *names: str) -> None:
+    """Leaves values out that say nothing: a version without one reads as it always did."""
+    for name in names if raw is not None else ():
+        if not raw[name]:
+            del raw[name]
 
 
 def _table_from(raw: dict[str, Any]) -> StoredTable:

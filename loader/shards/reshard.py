@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.load.settings import Progress
-from tableside.loader.model.tiers import owner_name
+from tableside.loader.model.tiers import owner_name, refuse_times
 from tableside.loader.segment.header import Header, Owner
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.segment import Segment
@@ -72,11 +72,7 @@ def reshard(
             "differ, of 1 or more"
         )
     segments = _attached(root, name, settings)
-    if timed := [t.name for t in segments[0].header.tables if t.has_times]:
-        raise ModelError(
-            f"table {timed[0]!r} of model {name!r} has ttl or max_rows, by which owners would drop rows at "
-            "different times; load it without them"
-        )
+    refuse_times(t.name for t in segments[0].header.tables if t.has_times)
     shares = {t.name: shares_of(parts_of(segments, t.name), owners) for t in segments[0].header.tables}
     whole = segments[0].header
     version = whole.version if whole.owner is None else whole.owner.version

@@ -185,17 +185,15 @@ class Folder:
         self.close()
 
 
-def make_folder(path: Path, owner: str | None = None, group: str | None = None) -> None:
-    """Creates `path` if needed and opens it to `group`, if given. AccessError: see `Folder`."""
+def make_folder(path: Path, owner: str | None = None) -> None:
+    """Creates `path` if needed. AccessError: see `Folder`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
     except OSError as error:
         raise VersionError(f"cannot make {path}: {error.strerror}; choose another --root") from error
-    with Folder(path, owner) as made:
-        if group is not None:
-            open_to_group(made, group)
+    Folder(path, owner).close()
 
 
 def open_to_group(folder: Folder, group: str, mode: int = 0o750) -> None:

@@ -133,8 +133,8 @@ class InMemory:
                 return None, ()
             rows = ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
             if (row_map := table.row_map) is not None:
-                rows = np.empty(place.ids, np.int64)
-                if place_rows(row_map, ids, rows, table.rows):
+                rows, doubtful = place_rows(row_map, ids, table.rows)
+                if doubtful:
                     ids_of[job] = ids
                     is_sure &= table.id_at >= 0 and not row_map.has_backfilled and NO_ROW not in rows
             rows_of[job] = rows

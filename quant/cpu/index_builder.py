@@ -143,17 +143,17 @@ class IndexBuilder:
                 raise
 
 
-def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Writes the row where each id would lie to rows [n]; -1: its bucket is empty. It does not compare kept
-    ids."""
-    place_rows(RowMap(index.slots, None, index), ids, rows)
+def find_rows(index: IdIndex, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the row where each id would lie; -1: its bucket is empty. It does not compare kept ids."""
+    return place_rows(RowMap(index.slots, None, index), ids)[0]
 
 
-def place_rows(row_map: RowMap, ids: NDArray[np.int64], rows: NDArray[np.int64], table_rows: int = 0) -> int:
+def place_rows(row_map: RowMap, ids: NDArray[np.int64], table_rows: int = 0) -> tuple[NDArray[np.int64], int]:
     """As `find_rows`, for any map: rows of its overlay go first, and without an index other ids get the
-    default row, or -1. table_rows: of the table; then it returns how many of the ids may lack a row of their
-    own, or have one of an older version."""
-    return _native.place_rows(row_map.native, np.ascontiguousarray(ids), rows, table_rows)
+    default row, or -1. table_rows: of the table; then it also counts ids that may lack a row of their own, or
+    have one of an older version."""
+    rows = np.empty(ids.size, np.int64)
+    return rows, _native.place_rows(row_map.native, np.ascontiguousarray(ids), rows, table_rows)
 
 
 def in_layers(

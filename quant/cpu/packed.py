@@ -15,8 +15,7 @@ def rows_with_ids(table: Table, ids: Ids) -> tuple[NDArray[np.uint8], NDArray[np
     """Returns 1 for each id [n] that has a row of its own, else 0, and its row, or any."""
     # where an id without a row had the default row, it would look like any other
     row_map = replace(table.row_map or RowMap(table.rows), default_row=None)
-    rows = np.empty(ids.size, np.int64)
-    place_rows(row_map, ids, rows)
+    rows, _ = place_rows(row_map, ids)
     found = rows != NO_ROW
     if row_map.index is not None and row_map.index.slots:
         own = (rows >= 0) & (rows < table.rows)

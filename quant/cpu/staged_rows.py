@@ -13,14 +13,6 @@ from tableside.quant.cpu.in_memory import CopiedRows, distinct, kept_ids
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowState, not_read
-from tableside.quant.rows.ids import RowMap
-
-
-def _candidates(row_map: RowMap, ids: Ids) -> Ids:
-    """The row that each id has if it is there, or -1; an overlay's are sure."""
-    rows = np.empty(ids.size, np.int64)
-    place_rows(row_map, ids, rows)
-    return rows
 
 
 class Found(NamedTuple):
@@ -43,7 +35,7 @@ class Found(NamedTuple):
             return cls(table, rows if mask is None else np.where(mask, rows, -1), mask, unfound)
         check_ids(ids, lengths, -1, job)
         assert table.row_map is not None
-        return cls(table, _candidates(table.row_map, ids), None, Unfound(0, 0), ids)
+        return cls(table, place_rows(table.row_map, ids)[0], None, Unfound(0, 0), ids)
 
     def settled(self, rows: "TableRows", at: Ids, job: int) -> tuple["Found", NDArray[np.bool_]]:
         """Once the rows are here: the same, and the mask of ids that get the default row behind them. at: of

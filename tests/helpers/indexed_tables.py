@@ -57,9 +57,7 @@ def built(
 
 def rows_in(index: IdIndex, ids: np.ndarray) -> np.ndarray:
     """Where the native kernel finds ids, int64 [n]."""
-    rows = np.empty(len(ids), np.int64)
-    find_rows(index, ids, rows)
-    return rows
+    return find_rows(index, ids)
 
 
 def check_index(index: IdIndex, ids: np.ndarray) -> np.ndarray:

@@ -118,8 +118,8 @@ def _index(table: DemoTable) -> _Placed:
     records = np.zeros((builder.begin(), 2), np.int64)
     builder.put(ids, np.arange(len(ids)), records)
     builder.distinct(records, "error")
-    index, rows = builder.build(records), np.empty(len(ids), np.int64)
-    find_rows(index, ids, rows)
+    index = builder.build(records)
+    rows = find_rows(index, ids)
     source, has_row = np.zeros(index.slots, np.int64), np.zeros(index.slots, bool)
     source[rows], has_row[rows] = np.arange(len(ids)), True
     return _Placed(index.directory, index.pilots, source, has_row)

@@ -30,11 +30,18 @@
 #include "_arguments.h"
 #include "_execute.h"
 #include "_gather.h"
-#include "_native_bags.h"
-#include "_native_index.h"
 #include "_native_jobs.h"
 #include "_native_runner.h"
 #include "_place.h"
+
+/* The functions of the module that take several arguments; the comments of their files say what they do. */
+#define METHODS(F) \
+    F(lookup) F(run) F(quantize) F(totals) F(lay_out) F(lengths_of) F(parts_of) F(feature_places) \
+    F(tensor_places) F(device_places) F(tensor_parts) F(count_buckets) F(put_in_buckets) F(distinct) F(build) \
+    F(place_rows) F(in_layers) F(count_rows) F(split_ids) F(sample_uses) F(fill_filter) F(fill_marks) \
+    F(measure) F(place_batch) F(write_batch) F(move_all) F(measure_prefetches)
+#define DECLARE(name) PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t n);
+METHODS(DECLARE)
 
 /* The fields of a lookup's kind. */
 #define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(precision) F(row_map)
@@ -82,7 +89,7 @@ static int is_sound(const job *j, int64_t threads) {
     return 0;
 }
 
-static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     arguments a;
     PyObject *result = NULL;
     if (!take_arguments("lookup", "iiiiiiboowiii", args, n, &a)) return NULL;
@@ -185,7 +192,7 @@ done:
     return result;
 }
 
-static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     arguments a;
     if (!take_arguments("run", "bbbwi", args, n, &a)) return NULL;
     PyObject *result = run_buffers(a.b, a.b + 1, a.b + 2, a.b + 3, a.n[0]);
@@ -193,7 +200,7 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return result;
 }
 
-static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     arguments a;
     PyObject *result = NULL;
     if (!take_arguments("quantize", "iibiiwi", args, n, &a)) return NULL;
@@ -224,39 +231,14 @@ done:
     return result;
 }
 
+#define ENTRY(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL},
 static PyMethodDef methods[] = {
-    {"lookup", (PyCFunction)(void (*)(void))py_lookup, METH_FASTCALL, NULL},
-    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
-    {"quantize", (PyCFunction)(void (*)(void))py_quantize, METH_FASTCALL, NULL},
+    METHODS(ENTRY)
     {"gather_rows", py_gather_rows, METH_NOARGS, NULL},
-    {"totals", (PyCFunction)(void (*)(void))py_totals, METH_FASTCALL, NULL},
-    {"lay_out", (PyCFunction)(void (*)(void))py_lay_out, METH_FASTCALL, NULL},
-    {"lengths_of", (PyCFunction)(void (*)(void))py_lengths_of, METH_FASTCALL, NULL},
-    {"parts_of", (PyCFunction)(void (*)(void))py_parts_of, METH_FASTCALL, NULL},
-    {"feature_places", (PyCFunction)(void (*)(void))py_feature_places, METH_FASTCALL, NULL},
-    {"tensor_places", (PyCFunction)(void (*)(void))py_tensor_places, METH_FASTCALL, NULL},
-    {"device_places", (PyCFunction)(void (*)(void))py_device_places, METH_FASTCALL, NULL},
-    {"tensor_parts", (PyCFunction)(void (*)(void))py_tensor_parts, METH_FASTCALL, NULL},
-    {"count_buckets", (PyCFunction)(void (*)(void))py_count_buckets, METH_FASTCALL, NULL},
-    {"put_in_buckets", (PyCFunction)(void (*)(void))py_put_in_buckets, METH_FASTCALL, NULL},
-    {"distinct", (PyCFunction)(void (*)(void))py_distinct, METH_FASTCALL, NULL},
-    {"build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
-    {"place_rows", (PyCFunction)(void (*)(void))py_place_rows, METH_FASTCALL, NULL},
-    {"in_layers", (PyCFunction)(void (*)(void))py_in_layers, METH_FASTCALL, NULL},
-    {"count_rows", (PyCFunction)(void (*)(void))py_count_rows, METH_FASTCALL, NULL},
-    {"split_ids", (PyCFunction)(void (*)(void))py_split_ids, METH_FASTCALL, NULL},
-    {"sample_uses", (PyCFunction)(void (*)(void))py_sample_uses, METH_FASTCALL, NULL},
-    {"fill_filter", (PyCFunction)(void (*)(void))py_fill_filter, METH_FASTCALL, NULL},
-    {"fill_marks", (PyCFunction)(void (*)(void))py_fill_marks, METH_FASTCALL, NULL},
-    {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
-    {"place_batch", (PyCFunction)(void (*)(void))py_place_batch, METH_FASTCALL, NULL},
-    {"write_batch", (PyCFunction)(void (*)(void))py_write_batch, METH_FASTCALL, NULL},
-    {"move_all", (PyCFunction)(void (*)(void))py_move_all, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
     {"prefetches", py_prefetches, METH_NOARGS, NULL},
     {"prefetch", py_prefetch, METH_O, NULL},
-    {"measure_prefetches", (PyCFunction)(void (*)(void))py_measure_prefetches, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -5,7 +5,6 @@
 #include <Python.h>
 #include "_arguments.h"
 #include "_bags.h"
-#include "_native_bags.h"
 
 PyObject *py_lengths_of(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     arguments a;

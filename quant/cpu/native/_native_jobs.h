@@ -36,9 +36,3 @@
 #define PROBE_FIELDS(F) F(table) F(ids_at) F(ids) F(locations_at) F(first_block)
 #define RESOLVE_FIELDS(F) F(row_map) F(ids_at) F(target_at) F(ids) F(found_at) F(first_program)
 
-PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_place_batch(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_write_batch(PyObject *self, PyObject *const *args, Py_ssize_t n);

@@ -12,4 +12,3 @@ PyObject *py_isas(PyObject *self, PyObject *unused);
 PyObject *py_use(PyObject *self, PyObject *name);
 PyObject *py_prefetches(PyObject *self, PyObject *unused);
 PyObject *py_prefetch(PyObject *self, PyObject *name);
-PyObject *py_measure_prefetches(PyObject *self, PyObject *const *args, Py_ssize_t n);

@@ -5,7 +5,6 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include "_bags.h"
-#include "_native_bags.h"
 
 /* DLTensor and DLPackExchangeAPI of dlpack.h 1.3; later minor versions keep them. */
 enum { DL_VERSION = 1, DL_CPU = 1, DL_INT = 0 };

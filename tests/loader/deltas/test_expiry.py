@@ -327,7 +327,7 @@ def test_a_delta_with_other_times_than_its_version_is_refused(root: Path, tmp_pa
 
 def test_owners_would_drop_rows_at_different_times(root: Path, tmp_path: Path) -> None:
     publish(tmp_path, root, ttl="30d")
-    with pytest.raises(ModelError, match="table 't' of model 'demo' has ttl or max_rows, by which owners"):
+    with pytest.raises(ModelError, match=r"\[tables.t\]: ttl and max_rows are for models on one host"):
         reshard(root, "demo", 2)
     assert sorted(os.listdir(root)) == ["demo"]
 

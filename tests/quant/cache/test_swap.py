@@ -120,8 +120,7 @@ def raw_table(ids: np.ndarray, values: np.ndarray, row_format: RowFormat = RowFo
     builder.distinct(records, "error", ids.size)
     built = builder.build(records)
     packed = np.zeros((built.slots + 1, row_format.row_bytes(values.shape[1])), np.uint8)
-    rows = np.empty(ids.size, np.int64)
-    find_rows(built, ids, rows)
+    rows = find_rows(built, ids)
     written = np.zeros((ids.size, packed.shape[1]), np.uint8)
     choose().quantize(values, Source.FP32, row_format, written)
     packed[rows] = written
