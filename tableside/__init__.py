@@ -54,34 +54,21 @@ _checkout = Path(__file__).parent.parent
 if not (Path(__file__).parent / "quant").is_dir() and (_checkout / "quant").is_dir():
     __path__.append(str(_checkout))
 
-_HOMES = {
-    "AsyncClient": "serving.client",
-    "BadRequest": "serving.client",
-    "Client": "serving.client",
-    "ClientError": "serving.client",
-    "Denied": "serving.client",
-    "FeatureError": "serving.client",
-    "Jagged": "serving.client",
-    "KeyedVectors": "serving.client",
-    "load": "loader.load.load",
-    "LoaderError": "loader.errors",
-    "LoadSettings": "loader.load.load",
-    "LookedUp": "serving.client",
-    "Model": "loader.versions.versions",
-    "NotFound": "serving.client",
-    "Overloaded": "serving.client",
-    "parse_model": "loader.model.model",
-    "Pooling": "quant",
-    "QuantError": "quant",
-    "read_model": "loader.model.model",
-    "RowFormat": "quant",
-    "Segment": "loader.segment.segment",
-    "stash_embedding_weights": "quant.stash.stash",
-    "string_ids": "loader.string_ids",
-    "Table": "quant",
-    "TimedOut": "serving.client",
-    "Unreachable": "serving.client",
+_NAMES = {
+    "loader.errors": ("LoaderError",),
+    "loader.load.load": ("LoadSettings", "load"),
+    "loader.model.model": ("parse_model", "read_model"),
+    "loader.segment.segment": ("Segment",),
+    "loader.string_ids": ("string_ids",),
+    "loader.versions.versions": ("Model",),
+    "quant": ("Pooling", "QuantError", "RowFormat", "Table"),
+    "quant.stash.stash": ("stash_embedding_weights",),
+    "serving.client": (
+        *("AsyncClient", "Client", "FeatureError", "Jagged", "KeyedVectors", "LookedUp"),
+        *("BadRequest", "ClientError", "Denied", "NotFound", "Overloaded", "TimedOut", "Unreachable"),
+    ),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [*_HOMES]
 

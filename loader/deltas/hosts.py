@@ -2,6 +2,7 @@
 part, so hosts that passed the same ones have rows that belong together. A *mark* names them: it is a checksum
 over their positions and contents, in order, whatever batches they were applied in."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,6 @@ from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Ids, Table
 from tableside.quant.rows.ids import bucket_of
 
-_READ_BYTES = 1 << 20
-
 
 def next_mark(mark: int, source: str, passed: Sequence[str]) -> int:
     """Returns the mark behind more changes of a source. mark: before them; 0: of a loaded version. passed: as
@@ -31,10 +30,8 @@ def next_mark(mark: int, source: str, passed: Sequence[str]) -> int:
 
 def passed_file(position: str, path: Path) -> str:
     """Names a file of changes at a position, for `ChangeBatch.passed`."""
-    digest = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
+        digest = hashlib.file_digest(file, xxhash.xxh3_64)
     return f"{position} {digest.hexdigest()}"
 
 

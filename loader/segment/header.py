@@ -238,8 +238,8 @@ class Header:
 
 def _drop_empty(raw: dict[str, Any] | None, *names: str) -> None:
     """Leaves values out that say nothing: a version without one reads as it always did."""
-    for name in names if raw is not None else ():
-        if not raw[name]:
+    for name in names:
+        if raw is not None and not raw[name]:
             del raw[name]
 
 

@@ -26,7 +26,7 @@ from tableside.quant.contract import (
     place_of,
     places_in,
 )
-from tableside.quant.cpu.checked import inputs_of, plain_rows, rows_of
+from tableside.quant.cpu.checked import check_arguments, inputs_of, plain_rows, rows_of
 from tableside.quant.cpu.staged import StagedPlanner
 from tableside.quant.cpu.staged_rows import fetched
 from tableside.quant.cpu.together import TogetherPlanner
@@ -55,6 +55,30 @@ class CpuBackend(Backend):
         """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16), or rows that are packed already, uint8
         [rows, bytes], into out [rows, row_bytes]. QuantError: names the first row that the format cannot
         represent; the rows before it are written."""
+
+    def lookup(
+        self,
+        table: RowSource,
+        ids: Ids,
+        lengths: Lengths | None = None,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        weights: NDArray[np.float32] | None = None,
+        half: bool = False,
+        out: Floats | None = None,
+        threads: int = 1,
+    ) -> Floats:
+        out = check_arguments(table, ids, lengths, pooling, weights, half, out)
+        held, ids = held_rows(table, ids, lengths)
+        self.write_vectors(held, ids, lengths, pooling, weights, out, threads)
+        return out
+
+    @abstractmethod
+    def write_vectors(
+        self, table: Table, ids: Ids, lengths: Lengths | None, pooling: Pooling,
+        weights: NDArray[np.float32] | None, out: Floats, threads: int,
+    ) -> None:  # fmt: skip
+        """As `lookup`, to `out`, of arguments that were checked but for the values of ids and lengths."""
 
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
         """As `Backend.planner`. Lookups of rows that are fetched are staged first (`quant.cpu.staged`), those

@@ -21,7 +21,6 @@ from tableside.quant.contract import (
     Planner,
     Pooling,
     Precision,
-    RowSource,
     Table,
 )
 from tableside.quant.cpu.backend import (
@@ -29,10 +28,9 @@ from tableside.quant.cpu.backend import (
     CpuBackend,
     CpuPlanner,
     check_quantize,
-    held_rows,
     not_representable,
 )
-from tableside.quant.cpu.checked import check_arguments, plain_rows, rows_of
+from tableside.quant.cpu.checked import plain_rows, rows_of
 from tableside.quant.cpu.native import Native
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.installed import check_pair
@@ -108,23 +106,13 @@ class Fbgemm(CpuBackend):
         out[:, : packed.shape[1]] = packed.numpy()
         out[:, packed.shape[1] :] = 0
 
-    def lookup(
-        self,
-        table: RowSource,
-        ids: Ids,
-        lengths: Lengths | None = None,
-        *,
-        pooling: Pooling = Pooling.SUM,
-        weights: NDArray[np.float32] | None = None,
-        half: bool = False,
-        out: Floats | None = None,
-        threads: int = 1,
-    ) -> Floats:
-        out = check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held, ids = held_rows(table, ids, lengths)
-        held, rows = plain_rows(held, rows_of(held, ids, lengths)[0])
-        _call(operator(held, half), [CheckedLookup(held, pooling, rows, lengths, weights, out)])
-        return out
+    def write_vectors(
+        self, table: Table, ids: Ids, lengths: Lengths | None, pooling: Pooling,
+        weights: NDArray[np.float32] | None, out: Floats, threads: int,
+    ) -> None:  # fmt: skip
+        plain, rows = plain_rows(table, rows_of(table, ids, lengths)[0])
+        bound = operator(plain, out.dtype == np.float16)
+        _call(bound, [CheckedLookup(plain, pooling, rows, lengths, weights, out)])
 
     def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
         return _Planner(kinds)

@@ -20,15 +20,13 @@ from tableside.quant.contract import (
     Plan,
     Planner,
     Pooling,
-    RowSource,
     Table,
     Unfound,
     place_of,
     places_in,
 )
 from tableside.quant.cpu import _native
-from tableside.quant.cpu.backend import CpuBackend, check_quantize, held_rows, host_tables, not_representable
-from tableside.quant.cpu.checked import check_arguments
+from tableside.quant.cpu.backend import CpuBackend, check_quantize, host_tables, not_representable
 from tableside.quant.errors import BadIds, NotRepresentable, Problem
 from tableside.quant.row_format import RowFormat, Source
 from tableside.quant.rows.ids import NativeRowMap, RowMap
@@ -153,38 +151,16 @@ class Native(CpuBackend):
                     raise NotRepresentable(bad, source.label, "")
             raise not_representable(bad, row_format)
 
-    def lookup(
-        self,
-        table: RowSource,
-        ids: Ids,
-        lengths: Lengths | None = None,
-        *,
-        pooling: Pooling = Pooling.SUM,
-        weights: NDArray[np.float32] | None = None,
-        half: bool = False,
-        out: Floats | None = None,
-        threads: int = 1,
-    ) -> Floats:
-        out = check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held, ids = held_rows(table, ids, lengths)
-        verdict = _native.lookup(
-            held.address,
-            held.rows,
-            held.row_bytes,
-            held.dim,
-            held.row_format,
-            pooling,
-            ids,
-            lengths,
-            weights,
-            out,
-            half,
-            threads,
-            0 if held.row_map is None else held.row_map.native_address,
-        )
+    def write_vectors(
+        self, table: Table, ids: Ids, lengths: Lengths | None, pooling: Pooling,
+        weights: NDArray[np.float32] | None, out: Floats, threads: int,
+    ) -> None:  # fmt: skip
+        shape = table.address, table.rows, table.row_bytes, table.dim, table.row_format
+        row_map = 0 if table.row_map is None else table.row_map.native_address
+        half = out.dtype == np.float16
+        verdict = _native.lookup(*shape, pooling, ids, lengths, weights, out, half, threads, row_map)
         if verdict:
-            _raise(verdict, held, ids.size)
-        return out
+            _raise(verdict, table, ids.size)
 
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
         # Not on rows that are fetched: of a mapped file, random rows would be read from the disk

@@ -20,17 +20,16 @@ from tableside.quant.contract import (
     LookupKind,
     Planner,
     Pooling,
-    RowSource,
+    Table,
 )
 from tableside.quant.cpu.backend import (
     CheckedLookup,
     CpuBackend,
     CpuPlanner,
     check_quantize,
-    held_rows,
     not_representable,
 )
-from tableside.quant.cpu.checked import check_arguments, plain_rows, rows_of
+from tableside.quant.cpu.checked import plain_rows, rows_of
 from tableside.quant.row_format import RowFormat, Source
 
 
@@ -185,22 +184,12 @@ class Reference(CpuBackend):
         check_representable(x, row_format)
         out[:] = pack(x, row_format, out.shape[1]).numpy()
 
-    def lookup(
-        self,
-        table: RowSource,
-        ids: Ids,
-        lengths: Lengths | None = None,
-        *,
-        pooling: Pooling = Pooling.SUM,
-        weights: NDArray[np.float32] | None = None,
-        half: bool = False,
-        out: Floats | None = None,
-        threads: int = 1,
-    ) -> Floats:
-        out = check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held, ids = held_rows(table, ids, lengths)
-        held, rows = plain_rows(held, rows_of(held, ids, lengths)[0])
-        vectors = unpack(torch.from_numpy(held.packed[rows]), table.row_format, table.dim)
+    def write_vectors(
+        self, table: Table, ids: Ids, lengths: Lengths | None, pooling: Pooling,
+        weights: NDArray[np.float32] | None, out: Floats, threads: int,
+    ) -> None:  # fmt: skip
+        plain, rows = plain_rows(table, rows_of(table, ids, lengths)[0])
+        vectors = unpack(torch.from_numpy(plain.packed[rows]), table.row_format, table.dim)
         if lengths is not None:
             terms = vectors.double()
             if weights is not None:
@@ -212,8 +201,7 @@ class Reference(CpuBackend):
             ).double()  # the sum of one row is that row, and x + -0 is x
             sums = begin[:, None].repeat(1, table.dim).index_add_(0, bag_of_id, terms)
             vectors = sums / counts.clamp(min=1)[:, None] if pooling is Pooling.MEAN else sums
-        out[:] = vectors.to(torch.float16 if half else torch.float32).numpy()
-        return out
+        out[:] = vectors.to(torch.float16 if out.dtype == np.float16 else torch.float32).numpy()
 
     def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
         return _Planner(kinds)
