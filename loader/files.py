@@ -1,4 +1,5 @@
-"""Opens regular files without blocking; refuses FIFOs, devices, sockets and folders. Locks open files.
+"""Opens regular files without blocking; refuses FIFOs, devices, sockets and folders. Locks open files, and
+replaces whole ones.
 
 A plain `open` of a FIFO waits for a writer, and a device may never end, so paths of users go through here.
 """
@@ -7,6 +8,9 @@ import fcntl
 import os
 import stat
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tableside.loader.errors import LoaderError
@@ -59,6 +63,17 @@ def read_regular(path: Path, limit_bytes: int, what: str, error: type[LoaderErro
             "file?"
         )
     return data
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the name of a file to be made, which then replaces `path`; after an error it is removed."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def take_lock(fd: int, wait_s: float = 0.0) -> bool:

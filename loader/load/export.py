@@ -8,10 +8,8 @@ A given name changes these to `NAME.ids` and `NAME.weight`. Rows come in the ord
 ids are row numbers from 0, .npz and .safetensors hold the weights alone. The file is renamed when complete.
 """
 
-import contextlib
 import json
 import os
-import uuid
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from tableside.loader.errors import ModelError
+from tableside.loader.files import replacing
 from tableside.loader.load.settings import Progress
 from tableside.loader.versions.partial import PartialTensor
 from tableside.quant import QuantError
@@ -72,9 +71,11 @@ def export(
     dtype = np.dtype(np.float16 if values == "fp16" else np.float32)
     names = ("ids", "weights") if name is None else (f"{name}.ids", f"{name}.weight")
     rows = _Rows(tensor, dtype, progress or (lambda done, total: None), names)
-    with _replacing(path) as file:
+    with replacing(path) as partial, partial.open("x+b") as file:
         write(file, rows)
         size = file.seek(0, os.SEEK_END)
+        file.flush()
+        os.fsync(file.fileno())
     return ExportResult(path, len(tensor), tensor.dim, size)
 
 
@@ -114,22 +115,6 @@ class _Rows:
                 "as fp32"
             )
         return values.astype(np.float16)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file that is renamed to `path` at the end, and removed after an error."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with open(fd, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(fd)
-        partial.rename(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _write_parquet(file: IO[bytes], rows: _Rows) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
 from tableside.loader.errors import CheckpointError
-from tableside.loader.files import read_regular
+from tableside.loader.files import read_regular, replacing
 from tableside.loader.load.settings import Progress
 
 FORMAT, VERSION = "tableside manifest", 1
@@ -158,12 +158,8 @@ def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress
     text = orjson.dumps(
         {"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors), "tensors": tensors}
     )
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         partial.write_bytes(text + b"\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 

@@ -64,12 +64,6 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def block(self, elements: int) -> int:
-        return elements
-
-    def programs(self, most: int) -> int:
-        return most
-
     def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)  # which makes the stream's device the current one, too
 

@@ -58,13 +58,13 @@ class Device(ABC):
 
     # ---- launches ----
 
-    @abstractmethod
     def block(self, elements: int) -> int:
         """Elements that a program takes, where it takes so many on a GPU."""
+        return elements
 
-    @abstractmethod
     def programs(self, most: int) -> int:
         """Programs of a kernel that shares its work among any number of them, `most` at most."""
+        return most
 
     @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[Any]:
