@@ -1,16 +1,22 @@
-"""Tables on a disk whose rows a process reads one by one."""
+"""Tables on a disk whose rows a process reads one by one, and the hot segments that it reads over them."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from tableside.loader.hot.counts import counted_tables
+from tableside.loader.errors import LoaderError
+from tableside.loader.hot.counts import RowCounts, counted_tables, counts_name
+from tableside.loader.hot.hot import hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.segment.blocks import BlockReader
+from tableside.loader.segment.delta import under
 from tableside.loader.segment.segment import Segment
-from tableside.quant.contract import Bytes
+from tableside.quant.contract import Bytes, Ids, Table
 from tableside.quant.gpu.residence.registry import is_by_cpu, read_from_disk
 from tableside.quant.rows.fetched import RowReader
-from tableside.serving.model.hot_rows import HotRows
+from tableside.quant.rows.overlay import OverlayLayer
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
@@ -65,3 +71,92 @@ class DiskTables:
                 name,
             )
         return stored.intersection(read_from_disk(kinds))
+
+
+class HotTables(NamedTuple):
+    """Tables under the hot segment with this number; 0: there is none."""
+
+    number: int
+    tables: Mapping[str, Table]
+
+
+class HotRows:
+    """Of the versions that one process serves."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._layers: WeakKeyDictionary[Segment, tuple[int, dict[str, OverlayLayer]]] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Segment, RowCounts | None] = WeakKeyDictionary()
+
+    def are_counted(self, version: Segment) -> bool:
+        """Returns whether a hot segment is made from what this process counts; else it counts anew."""
+        counts = self._counts.get(version)
+        path = hot_path(_root(version), version.header.model) / counts_name(version.header.version)
+        if counts is None or counts.are_at(path):
+            return True
+        del self._counts[version]
+        return False
+
+    def newest(self, version: Segment) -> int:
+        """Returns the number of the hot segment that is there; 0: none."""
+        return newest_hot(_root(version), version) if self._settings.host_cache else 0
+
+    def over(self, segment: Segment, tables: Collection[str]) -> HotTables:
+        """Returns a state's tables, those that are named under the newest hot segment."""
+        number = self.newest(segment.base) if tables else 0
+        layers = self._opened(segment.base, number) if number else {}
+        hot = {name: _under(segment.tables[name], layers[name]) for name in tables if name in layers}
+        return HotTables(number, {**segment.tables, **hot})
+
+    def counter(self, version: Segment, table: str) -> Callable[[Ids], object] | None:
+        """Returns what counts ids of a table; None: none are counted."""
+        if not self._settings.host_cache:
+            return None
+        if version not in self._counts:
+            self._counts[version] = self._shared(version)
+        if (counts := self._counts[version]) is None:
+            return None
+        count, reader = counts.counter(table, version.tables[table].row_map), version.readers[table]
+
+        def noted(ids: Ids) -> None:
+            if (sample := count(ids)).ids:
+                reader.count_sample(*sample)
+
+        return noted
+
+    def _shared(self, version: Segment) -> RowCounts | None:
+        try:
+            with hot_folder(_root(version), version.header.model) as folder:
+                return RowCounts.shared(folder, version)
+        except (LoaderError, OSError) as error:
+            logger.warning(
+                "no rows of %s version %d are counted, so that none are kept in memory: %s",
+                version.header.model,
+                version.header.version,
+                error,
+            )
+            return None
+
+    def _opened(self, version: Segment, number: int) -> dict[str, OverlayLayer]:
+        """Returns the layers of a hot segment by table; none where it cannot be read."""
+        known, layers = self._layers.get(version, (0, {}))
+        if known != number:
+            layers = {}
+            try:
+                with hot_folder(_root(version), version.header.model) as folder:
+                    if (hot := open_hot(folder, version, number, self._settings.verify)) is not None:
+                        layers = {name: hot.layer(name, version.tables[name]) for name in hot.tables}
+            except (LoaderError, OSError) as error:
+                logger.error("the hot rows of %s are not read: %s", version.header.model, error)
+            self._layers[version] = number, layers
+        return layers
+
+
+def _root(version: Segment) -> Path:
+    return version.path.parent.parent
+
+
+def _under(table: Table, hot: OverlayLayer) -> Table:
+    """Returns a table with a layer below all of its own."""
+    overlay = None if table.row_map is None else table.row_map.overlay
+    return under(table, (*(() if overlay is None else overlay.layers), hot))

@@ -21,18 +21,16 @@ from tableside.serving.model.placement import Placer
 from tableside.serving.model.placements import Placements
 from tableside.serving.model.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.model.scorers import open_scorer
-from tableside.serving.model.steps import Steps
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
 
-_VERIFIERS = (
-    4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
-)
+# threads that read a version's rows while it is placed on a GPU, where no version is served beside it
+_VERIFIERS = 4
 _REST = 3.0  # seconds of rest for each second of reading, beside requests
 # for which states may go while the first one is attached; between two of them
-_BEGIN_S, _AGAIN_S = (30.0, 0.05)
+_BEGIN_S, _AGAIN_S = 30.0, 0.05
 _OWNERS_S = 10.0  # for which a start waits for owners that are not reached
 _NAMED_S = 10.0  # that a named version stays attached whose owners may drop its state
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
@@ -50,6 +48,22 @@ class CacheState(NamedTuple):
     slots: int
     occupied_slots: int
     bytes: int
+
+
+class Steps:
+    """Seconds of several steps, for the log."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._steps: list[str] = []
+
+    def mark(self, step: str) -> None:
+        now = time.monotonic()
+        self._steps.append(f"{step} {now - self._last:.2f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._started:.2f} s ({', '.join(self._steps)})"
 
 
 class Engine:
@@ -281,12 +295,8 @@ class Engine:
             self._give_up(served.version)
         if not wanted or wanted[0] != served:
             return wanted[0] if wanted else None
-        return served if self._is_colder() else None
-
-    def _is_colder(self) -> bool:
-        """Whether another hot segment is there than the one that is read."""
-        served = self._served
-        return served is not None and self._placer.has_hotter(served.segment, served.placed)
+        now = self._served
+        return served if now is not None and self._placer.has_hotter(now.segment, now.placed) else None
 
     def _note(self, live: State) -> None:
         """Notes since when the live state differs from the served one."""

@@ -4,11 +4,9 @@ import logging
 from collections.abc import Mapping
 
 from tableside.loader.segment.segment import Segment
-from tableside.quant.errors import QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.residence.memory import InHost
 from tableside.quant.gpu.residence.tables import DeviceTable
-from tableside.serving.errors import ServingError
 
 logger = logging.getLogger("tableside")
 
@@ -30,8 +28,8 @@ def going_bytes(replaced: Mapping[str, DeviceTable], segment: Segment) -> int:
 def with_deltas(
     gpu: GpuBackend, segment: Segment, tables: Mapping[str, DeviceTable], left_bytes: int
 ) -> dict[str, DeviceTable]:
-    """Returns a version's tables in the state `segment`. left_bytes: HBM for new deltas. ServingError:
-    neither the GPU nor the host has room."""
+    """Returns a version's tables in the state `segment`. left_bytes: HBM for new deltas. QuantError: neither
+    the GPU nor the host has room."""
     changed = {name: tables[name] for delta in segment.deltas for name in delta.tables}
     sizes = {
         grade: sum(
@@ -49,12 +47,5 @@ def with_deltas(
             sizes[InHost.NOTHING] - sizes[in_host],
             left_bytes,
         )
-    try:
-        return {
-            **tables,
-            **{n: gpu.overlay(table, segment.tables[n], in_host=in_host) for n, table in changed.items()},
-        }
-    except QuantError as error:
-        raise ServingError(
-            f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)"
-        ) from error
+    overlays = {n: gpu.overlay(table, segment.tables[n], in_host=in_host) for n, table in changed.items()}
+    return {**tables, **overlays}

@@ -199,7 +199,7 @@ class Placer:
     ) -> Placements:
         from tableside.serving.model.placed_deltas import going_bytes, with_deltas
 
-        with self._lock:
+        with self._lock, _budgeted():
             going = 0 if replaced is None else going_bytes(replaced.on_gpu, segment)
             if replaced is not None and replaced.base is not base:
                 going += replaced.base.hbm_bytes
