@@ -16,7 +16,7 @@ from tableside.serving.client.messages import (
 )
 
 _LONGEST_S = 1e6  # of any wait: sockets take no more than some weeks
-_DISK_TIMEOUT = "Tableside-Disk-Timeout-Ms"
+DISK_TIMEOUT = "Tableside-Disk-Timeout-Ms"
 
 
 class Options(NamedTuple):
@@ -58,7 +58,7 @@ def with_disk_timeout(headers: Mapping[str, str] | None, seconds: float | None) 
         return headers
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < _LONGEST_S:
         raise ValueError(f"disk_timeout_s is {seconds!r}; expected seconds, from 0 to below {_LONGEST_S:g}")
-    return {**(headers or {}), _DISK_TIMEOUT: f"{1000 * seconds:.3f}"}
+    return {**(headers or {}), DISK_TIMEOUT: f"{1000 * seconds:.3f}"}
 
 
 class Attempts:

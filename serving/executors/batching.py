@@ -282,7 +282,7 @@ class Batcher:
             if w.future.done():  # its client left
                 del self._waiting[end]
                 continue
-            size += w.request.staged_bytes
+            size += w.request.plan.staged_bytes
             if taken and size > _BATCH_BYTES:
                 break
             del self._waiting[end]

@@ -18,6 +18,7 @@ import orjson
 from numpy.typing import NDArray
 from starlette.responses import Response as HttpResponse
 
+from tableside.serving.client import attempts
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.executors.admission import RETRY_AFTER_S, Hold
 from tableside.serving.model.version import ServedVersion
@@ -27,7 +28,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
-DISK_TIMEOUT = b"tableside-disk-timeout-ms"  # the header: how long a request waits for rows of a disk
+# the header: how long a request waits for rows of a disk
+DISK_TIMEOUT = attempts.DISK_TIMEOUT.lower().encode()
 _MILLISECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,6})?")
 _PIECE_BYTES = 1 << 18  # that are unpacked at once, some 0.5 ms
 JSON_TYPE = (b"content-type", b"application/json")
@@ -145,7 +147,7 @@ def deadline_of(value: bytes | None, timeout_us: int = 0) -> float | None:
         return time.monotonic() + timeout_us / 1e6 if timeout_us else None
     value = value.strip(b" \t")
     if not _MILLISECONDS.fullmatch(value):
-        what = f"Tableside-Disk-Timeout-Ms is {short(value.decode('latin-1'))}"
+        what = f"{attempts.DISK_TIMEOUT} is {short(value.decode('latin-1'))}"
         raise bad_request(f"{what}; expected milliseconds, as 5 or 0.5")
     seconds = float(value) / 1000
     return time.monotonic() + (min(seconds, timeout_us / 1e6) if timeout_us else seconds)

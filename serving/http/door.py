@@ -72,8 +72,10 @@ class Door:
             return RowsTarget(model, state, found.get(_TOKEN)) if slash and "/" not in state else None
         if not url.endswith(_INFER):
             return None
-        named = url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/")
-        return InferTarget(named, found.get(LENGTH), found.get(DISK_TIMEOUT))
+        model, slash, version = url[len(_PATH) : -len(_INFER)].decode("latin-1").partition("/versions/")
+        if "/" in model or "/" in version:
+            return None
+        return InferTarget(model, version if slash else None, found.get(LENGTH), found.get(DISK_TIMEOUT))
 
     def answer(
         self, asked: Target, body: bytes | memoryview, hold: Hold, send: SendWhole, host: str | None

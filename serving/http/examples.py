@@ -1,6 +1,5 @@
 """Requests to try, of a served version: its own features, with ids that have rows."""
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -31,10 +30,8 @@ def score(served: ServedVersion) -> Json | None:
     return {**found, **({"dense": dense} if dense else {})} if ids and all(ids.values()) else None
 
 
-def infer(served: ServedVersion) -> Json | None:
-    """Returns the body of an infer request that is answered; None: as of `lookup`."""
-    if (asked := lookup(served)) is None:
-        return None
+def infer(served: ServedVersion, asked: Json) -> Json:
+    """Returns the body of an infer request. asked: of `lookup`."""
     return {
         "inputs": [
             {
@@ -73,28 +70,27 @@ def add_to(app: FastAPI, service: Service) -> None:
     def described() -> Json:
         found = describe()
         served = [engine.attached() for engine in service.engines.values()]
-        shown = next((one for one in served if lookup(one) is not None), None)
-        scored = next((one for one in served if score(one) is not None), None)
+        lookups = ((one, asked) for one in served if (asked := lookup(one)) is not None)
+        shown, asked = next(lookups, (None, None))
+        asked_in_v2 = None if shown is None or asked is None else infer(shown, asked)
         for path, operations in found["paths"].items():
             for operation in operations.values():
                 _show_names(operation, shown)
             if path.endswith("/infer"):
-                _show(operations["post"], shown, infer)
-        _show(found["paths"]["/v1/lookup"]["post"], shown, lookup)
-        _show(found["paths"]["/v1/score"]["post"], scored, score)
+                _show(operations["post"], asked_in_v2)
+        _show(found["paths"]["/v1/lookup"]["post"], asked)
+        _show(found["paths"]["/v1/score"]["post"], next(filter(None, map(score, served)), None))
         return found
 
     app.openapi = described  # type: ignore[method-assign]  # as FastAPI's documentation extends it
 
 
-def _show(
-    operation: Json, served: ServedVersion | None, example: Callable[[ServedVersion], Json | None]
-) -> None:
+def _show(operation: Json, example: Json | None) -> None:
     """Gives a request its example; None: nothing that is served has one."""
     content = operation["requestBody"]["content"]["application/json"]
     content.pop("example", None)
-    if served is not None:
-        content["example"] = example(served)
+    if example is not None:
+        content["example"] = example
 
 
 def _show_names(operation: Json, served: ServedVersion | None) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 from fastapi import Response
 from pydantic import BaseModel
 
+from tableside.serving.client import attempts
+
 Json = dict[str, Any]
 
 _REFUSED = {
@@ -76,7 +78,7 @@ _SHAPE = a_list({"type": "integer", "minimum": -1})
 _TENSOR = {"name": STRING, "datatype": STRING, "shape": _SHAPE}
 _TENSORS = a_list(an_object(**_TENSOR))
 DISK_TIMEOUT: Json = {
-    "name": "Tableside-Disk-Timeout-Ms",
+    "name": attempts.DISK_TIMEOUT,
     "in": "header",
     "required": False,
     "description": "milliseconds for which the request waits for rows of a disk",

@@ -229,9 +229,11 @@ class Service:
         return self.engine(model).served()
 
     async def version(self, model: Any, version: Any) -> ServedVersion:
-        """Returns a version by number, attached if need be. ApiError: 400: no number; 404: not published, or
-        unusable."""
+        """Returns a version by number, attached if need be; None: the live one. ApiError: 400: no number;
+        404: not published, or unusable."""
         engine = self.engine(model)
+        if version is None:
+            return engine.served()
         number = (
             int(version)
             if isinstance(version, str) and version.isdecimal() and len(version) < 12

@@ -10,7 +10,6 @@ from tableside.serving.http import metadata
 from tableside.serving.http.v2 import cuda_shm, repository, shm
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
-from tableside.serving.shm.regions import Regions
 
 
 class Calls:
@@ -47,9 +46,7 @@ class Calls:
         return {"model_stats": [s for one in served for s in metadata.model_statistics(one)]}
 
     async def _served(self, request: Any) -> ServedVersion:
-        if not request.version:
-            return self._service.live(request.name)
-        return await self._service.version(request.name, request.version)
+        return await self._service.version(request.name, request.version or None)
 
     async def RepositoryIndex(self, request: Any, context: Any) -> dict[str, Any]:
         token = metadata_of(context, "authorization")
@@ -88,22 +85,19 @@ class Calls:
     async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> dict[str, Any]:
         return self._unregister(request, cuda_shm)
 
-    @property
-    def _regions(self) -> Regions:
-        if self._service.regions is None:
-            raise shm.not_allowed("")
-        return self._service.regions
-
     def _status(self, request: Any, kind: Any) -> dict[str, Any]:
-        found = self._regions.status(request.name or None, on_device=kind is cuda_shm)
+        regions = shm.allowed(self._service.regions)
+        found = regions.status(request.name or None, on_device=kind is cuda_shm)
         return {"regions": {entry.name: kind.describe(entry) for entry in found}}
 
     async def _register(self, request: Any, kind: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        await kind.register(self._regions, self._service.link, request.name, orjson.dumps(asked))
+        regions = shm.allowed(self._service.regions)
+        await kind.register(regions, self._service.link, request.name, orjson.dumps(asked))
         return {}
 
     def _unregister(self, request: Any, kind: Any) -> dict[str, Any]:
-        self._regions.unregister(request.name or None, on_device=kind is cuda_shm)
+        regions = shm.allowed(self._service.regions)
+        regions.unregister(request.name or None, on_device=kind is cuda_shm)
         return {}
 
 

@@ -188,8 +188,8 @@ class GrpcDoor:
         hold.grow(max(0, size - request.ByteSize()))  # numbers may come in fewer bytes
         is_large, beside = size > _BESIDE_BYTES, self._service.beside
         body, length = await beside(tensors.as_body, request) if is_large else tensors.as_body(request)
-        path = tensors.named(request.model_name, request.model_version)
-        asked = InferTarget(path, b"%d" % length, self._timeout(context))
+        named = request.model_name, request.model_version or None
+        asked = InferTarget(*named, b"%d" % length, self._timeout(context))
         parts = [*(await self._v2.infer(asked, body, hold)).parts]
         if sum(map(len, parts)) > _BESIDE_BYTES:
             return await beside(tensors.as_response, parts)

@@ -82,11 +82,6 @@ def body_bytes(request: Any) -> int:
     )
 
 
-def named(model: str, version: str) -> list[str]:
-    """Returns a model as `InferTarget` names it."""
-    return [model, "versions", version] if version else [model]
-
-
 def as_body(request: Any) -> tuple[bytes, int]:
     """Returns a request as HTTP's body, and the bytes of its JSON. ApiError: its tensors are no bytes of
     their datatypes."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tableside.loader.versions.states import State
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, bad_request, not_found, short
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, bad_request, short
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.executors.pending import Found, Pending, answer_of
 from tableside.serving.http import asgi, traffic
@@ -34,16 +34,13 @@ Later = Callable[[Callable[[Found], asgi.Response], Found], None]
 
 
 class InferTarget(NamedTuple):
-    """An infer request's path, and the headers that it is read by. named: [model] or [model, "versions",
-    version]. timeout: of `asgi.deadline_of`."""
+    """What an infer request's path names, and the headers that it is read by. version: None: the live one.
+    timeout: of `asgi.deadline_of`."""
 
-    named: list[str]
+    model: str
+    version: str | None
     header_length: bytes | None = None
     timeout: bytes | None = None
-
-    @property
-    def model(self) -> str:
-        return self.named[0]
 
     @property
     def protocol(self) -> str:
@@ -75,15 +72,6 @@ class V2:
         asgi.check_json_size(length, self.service.settings.max_json_bytes)
         return length
 
-    async def _served(self, named: list[str]) -> ServedVersion:
-        match named:
-            case [model]:
-                return self.service.live(model)
-            case [model, "versions", version]:
-                return await self.service.version(model, version)
-            case _:
-                raise not_found(f"{short('/v2/models/' + '/'.join(named))} is not a path of this server")
-
     def infer_soon(
         self, asked: InferTarget, body: bytes | memoryview, hold: Hold, later: Later
     ) -> asgi.Response | Coroutine[Any, Any, asgi.Response] | None:
@@ -91,9 +79,9 @@ class V2:
         gets the response's maker and what it takes. ApiError: refused. `body` may be reused on return."""
         started = time.perf_counter()
         length = self._json_bytes(asked.header_length, body)
-        if len(asked.named) != 1 or _is_large(length, body):
+        if asked.version is not None or _is_large(length, body):
             return self.infer(asked, bytes(body), hold)
-        served = self.service.live(asked.named[0])
+        served = self.service.live(asked.model)
         infer = reader.read(served, body, length, self.service.regions, self._most_region_bytes)
         if infer is None or isinstance(infer, ReadBeside):
             return self.infer(asked, bytes(body), hold)
@@ -115,10 +103,10 @@ class V2:
 
     async def infer(self, asked: InferTarget, body: bytes, hold: Hold) -> asgi.Response:
         """Returns the response to an infer request. ApiError: it is refused."""
-        started, named = time.perf_counter(), asked.named
-        served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
+        started = time.perf_counter()
+        served = await self.service.version(asked.model, asked.version)
         infer = await self._understand(served, asked.header_length, body, hold)
-        infer.request.names_version = len(named) > 1
+        infer.request.names_version = asked.version is not None
         infer.request.deadline = asgi.deadline_of(asked.timeout, infer.timeout_us)
         came = infer, len(body), (started, time.perf_counter())
         begun = self.service.executor.begin(infer.request, infer.inputs)

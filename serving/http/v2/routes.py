@@ -35,7 +35,6 @@ from tableside.serving.http.v2 import cuda_shm, repository, shm
 from tableside.serving.http.v2.infer import LENGTH, V2, InferTarget
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
-from tableside.serving.shm.regions import Regions
 
 _PROTOCOL: list[str | Enum] = ["Open Inference Protocol V2"]
 
@@ -111,8 +110,7 @@ def _add_server(app: FastAPI, service: Service) -> None:
 
 def _add_model(app: FastAPI, service: Service, place: str, parameters: list[Json]) -> None:
     async def served(http: Request) -> ServedVersion:
-        model, version = http.path_params["model"], http.path_params.get("version")
-        return service.live(model) if version is None else await service.version(model, version)
+        return await service.version(http.path_params["model"], http.path_params.get("version"))
 
     def add(
         path: str, summary: str, schema: Json, describe: Callable[[ServedVersion], Mapping[str, Any]]
@@ -155,8 +153,8 @@ def _add_infer(app: FastAPI, v2: V2, place: str, parameters: list[Json]) -> None
         hold.model = named["model"]
         body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
         await service.slices.take()
-        path = [named["model"], *(["versions", named["version"]] if "version" in named else ())]
-        target = InferTarget(path, *(asgi.header(http.scope, name) for name in (LENGTH, asgi.DISK_TIMEOUT)))
+        headers = (asgi.header(http.scope, name) for name in (LENGTH, asgi.DISK_TIMEOUT))
+        target = InferTarget(named["model"], named.get("version"), *headers)
         return asgi.AsgiResponse(await v2.infer(target, body, hold))
 
 
@@ -204,7 +202,7 @@ def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json
     async def register(http: Request) -> Response:
         check_type(asgi.header(http.scope, b"content-type"))
         given = await _body(http)
-        await kind.register(_regions(service), service.link, http.path_params["region"], given)
+        await kind.register(shm.allowed(service.regions), service.link, http.path_params["region"], given)
         return Response()
 
     for place, parameters in ((f"{top}/region/{{region:path}}", [_REGION]), (top, [])):
@@ -212,7 +210,8 @@ def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json
 
         @app.get(f"{place}/status", tags=[tag], **about)
         async def status(http: Request) -> Response:
-            found = _regions(service).status(http.path_params.get("region"), on_device=is_device)
+            regions, name = shm.allowed(service.regions), http.path_params.get("region")
+            found = regions.status(name, on_device=is_device)
             return asgi.json_response([kind.describe(entry) for entry in found])
 
         about = told("Unregister regions", None, *POSTS, parameters=parameters)
@@ -221,11 +220,6 @@ def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json
         async def unregister(http: Request) -> Response:
             check_type(asgi.header(http.scope, b"content-type"))
             await _body(http)
-            _regions(service).unregister(http.path_params.get("region"), on_device=is_device)
+            regions, name = shm.allowed(service.regions), http.path_params.get("region")
+            regions.unregister(name, on_device=is_device)
             return Response()  # an empty body, as Triton answers: its client reads none
-
-
-def _regions(service: Service) -> Regions:
-    if service.regions is None:
-        raise shm.not_allowed("")
-    return service.regions

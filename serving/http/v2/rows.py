@@ -85,12 +85,8 @@ class OwnedRows:
     async def states(self, model: str) -> list[str]:
         return [str(state) for state in await self._states.known(self._service.engine(model))]
 
-    async def keep(self, model: str, named: str) -> None:
-        """Keeps a state for some seconds. ApiError: it is none, or not here."""
-        await self.segment(model, named)
-
     async def segment(self, model: str, named: str) -> Segment:
-        """Returns a state, and keeps it as `keep`."""
+        """Returns a state, and keeps it for some seconds. ApiError: it is none, or not here."""
         return await self._states.segment(self._service.engine(model), self._state(model, named))
 
     def _state(self, model: str, named: str) -> HostsState:
@@ -209,7 +205,7 @@ def add_to(app: FastAPI, owned: OwnedRows, max_body_bytes: int) -> None:
     @app.get(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def kept(http: Request) -> Response:
         owned.check_caller(http)
-        await owned.keep(http.path_params["model"], http.path_params["state"])
+        await owned.segment(http.path_params["model"], http.path_params["state"])
         return asgi.json_response({})
 
     @app.post(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)

@@ -11,7 +11,7 @@ size, an output's maximum) and `shared_memory_offset` (default 0).
 
 from typing import Any
 
-from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
+from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object
 from tableside.serving.shm.regions import DeviceRegion, Region, RegionEntry, Regions
 
@@ -44,9 +44,7 @@ def part_of(
     ApiError: a wrong type, an unknown region, or out of its bounds."""
     if not any(p in parameters for p in (REGION, SIZE, OFFSET)):
         return None
-    if regions is None:
-        raise not_allowed(f"{where}: ")
-    name = parameters.get(REGION)
+    regions, name = allowed(regions, f"{where}: "), parameters.get(REGION)
     if not isinstance(name, str):
         raise bad_request(f"{where}: {REGION} is {short(name)}; expected the name of a registered region")
     size, offset = count(parameters.get(SIZE), SIZE, where), count(parameters.get(OFFSET, 0), OFFSET, where)
@@ -77,10 +75,11 @@ def input_bytes(header: dict[str, Any], regions: Regions | None) -> int:
     return found
 
 
-def not_allowed(where: str) -> ApiError:
-    return ApiError(
-        400,
-        ErrorKind.BAD_REQUEST,
-        f"{where}shared memory regions are not supported by this server as it was started (allow_client_shm "
-        "is off); send tensors in the body, or start it with --allow-client-shm",
-    )
+def allowed(regions: Regions | None, where: str = "") -> Regions:
+    """Returns the server's regions. where: the tensor in errors. ApiError: it has none."""
+    if regions is None:
+        raise bad_request(
+            f"{where}shared memory regions are not supported by this server as it was started "
+            "(allow_client_shm is off); send tensors in the body, or start it with --allow-client-shm"
+        )
+    return regions
