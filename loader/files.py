@@ -76,12 +76,14 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def take_lock(fd: int, wait_s: float = 0.0) -> bool:
-    """Locks an open file, until it is closed or its holder dies; False: another holds it for `wait_s` s."""
+def take_lock(fd: int, wait_s: float = 0.0, *, is_shared: bool = False) -> bool:
+    """Locks an open file, until it is closed or its holder dies; False: another holds it for `wait_s` s.
+    is_shared: others may share the lock."""
+    how = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     deadline, pause_s = time.monotonic() + wait_s, 0.001
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= deadline:

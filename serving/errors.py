@@ -4,6 +4,9 @@ metrics."""
 from enum import StrEnum
 from typing import Any
 
+from tableside.loader.errors import LoaderError
+from tableside.quant.errors import QuantError
+
 
 class ErrorKind(StrEnum):
     """Values of the label `kind` of `tableside_errors_total`: fixed, so that requests cannot grow the
@@ -34,6 +37,10 @@ def short(value: Any) -> str:
 
 class ServingError(Exception):
     """Base of the errors that a user or an operator can cause."""
+
+
+# what says that a version cannot be served here
+UNUSABLE = (LoaderError, QuantError, ServingError, OSError)
 
 
 class SourceError(ServingError):

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from tableside.loader.errors import LoaderError
 from tableside.loader.versions.states import State
-from tableside.quant import QuantError
-from tableside.serving.errors import ErrorKind, ServingError
+from tableside.serving.errors import UNUSABLE, ErrorKind
 from tableside.serving.metrics.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.version import ServedVersion
@@ -92,7 +90,7 @@ class Watch:
             return
         if engine.is_passing(state, error) or not engine.refuse(state):
             return
-        is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
+        is_expected = isinstance(error, UNUSABLE)
         logger.error(
             "version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected
         )

@@ -3,15 +3,12 @@
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar
+from typing import Generic, Self, TypedDict, TypeVar
 
 from tableside.serving.client import calls
 from tableside.serving.client.address import Address
 from tableside.serving.client.attempts import Options, with_disk_timeout
 from tableside.serving.client.calls import Calls
-
-if TYPE_CHECKING:
-    pass
 
 P = TypeVar("P")
 

@@ -1,6 +1,7 @@
 """What owners say of their rows, put together to the remote tables of a version."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 
@@ -157,11 +158,8 @@ def _agreed(addresses: tuple[str, ...], model: str, number: int, token: str | No
 
 
 def _ask(address: str, model: str, token: str | None) -> Described:
-    host = AskedHost(address, token)
-    try:
+    with closing(AskedHost(address, token)) as host:
         content = host.get(f"{PATH}/{model}", _MOST_BYTES)
-    finally:
-        host.close()
     try:
         return Described.from_json(orjson.loads(content))
     except ValueError as error:

@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tableside.loader.checkpoint import open_checkpoint
-from tableside.loader.errors import LoaderError
 from tableside.loader.load.load import load
 from tableside.loader.load.plan import Sources
 from tableside.loader.load.share import share_of
 from tableside.loader.model.specs import ModelSpec
 from tableside.loader.versions.versions import Model
-from tableside.quant import QuantError, choose
+from tableside.quant import choose
 from tableside.serving.cluster.describe import remote_tables
-from tableside.serving.errors import ServingError
+from tableside.serving.errors import UNUSABLE, ServingError
 from tableside.serving.settings import ServerSettings, cluster_token
 from tableside.serving.with_ray import ray
 
@@ -43,7 +42,6 @@ _PROGRAM = """import ctypes, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 runpy.run_module("tableside", run_name="__main__", alter_sys=True)
 """
-_FAILURES = (LoaderError, QuantError, ServingError, OSError)
 
 
 class OwnerPlace(NamedTuple):
@@ -64,7 +62,7 @@ class _OwnerActor:
         """Returns (HOST:PORT, "") of the server, which is started at first; or ("", what went wrong)."""
         try:
             self._address = self._address or self._start()
-        except _FAILURES as error:
+        except UNUSABLE as error:
             return "", f"owner {self._share.name}: {error}"
         return self._address, ""
 
@@ -130,7 +128,7 @@ class PlacedOwners:
         while not self._is_over.wait(_LOOK_S):
             try:
                 self._look()
-            except (*_FAILURES, ray.exceptions.RayError) as error:
+            except (*UNUSABLE, ray.exceptions.RayError) as error:
                 logger.error("model %s: its owners' addresses are as before: %s", self._spec.name, error)
 
     def _look(self) -> None:

@@ -110,14 +110,12 @@ def common_state(model: str, owners: Owners, token: str | None) -> Iterator[list
 
 def _states(at: At, token: str | None) -> list[HostsState]:
     """Asks a host which states it has; returns them, the newest first. ServingError: it says none."""
-    host = AskedHost(at.host, token)
-    try:
+    with contextlib.closing(AskedHost(at.host, token)) as host:
         said = host.get(f"{PATH}/{at.model}/states", _HEADS_BYTES, PATIENCE_S)
+    try:
         return [HostsState.parse(state) for state in orjson.loads(said)]
     except (ValueError, TypeError) as error:
         raise ServingError(f"owner {at.host} names no states of {at.model}: {error}") from error
-    finally:
-        host.close()
 
 
 def in_common(

@@ -15,13 +15,12 @@ from weakref import WeakKeyDictionary
 import uvloop
 from uvicorn.config import STARTUP_FAILURE
 
-from tableside.loader.errors import LoaderError
 from tableside.loader.versions.states import State
 from tableside.quant import QuantError, choose
 from tableside.serving.engine_process.described import DescribedRequests, RequestTarget, model_key
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.doors import AnswerMemory, Doors, tell
-from tableside.serving.errors import ApiError, ServingError, not_found
+from tableside.serving.errors import UNUSABLE, ApiError, not_found
 from tableside.serving.executors.admission import overloaded
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.metrics.disk import count_reads
@@ -121,7 +120,7 @@ class EngineHost:
             try:
                 engine = Engine.of(self._settings, name, self._placer)
                 await asyncio.get_running_loop().run_in_executor(None, engine.begin)
-            except (LoaderError, QuantError, ServingError, OSError) as error:
+            except UNUSABLE as error:
                 logger.error("model %s cannot be served: %s", name, error)
                 raise not_found(
                     f"model {name!r} cannot be served; the server's log has the reason"
@@ -252,6 +251,6 @@ def run_engine(config: "WorkerConfig", sockets: list[socket.socket], pipe: Pipe)
         answer(host, pipe)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(host.run())
-    except (LoaderError, QuantError, ServingError, OSError) as error:
+    except UNUSABLE as error:
         logger.error("the engine process cannot start: %s", error)
         sys.exit(STARTUP_FAILURE)

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from tableside.loader.errors import LoaderError
-from tableside.quant import QuantError
-from tableside.serving.errors import ServingError
+from tableside.serving.errors import UNUSABLE, ServingError
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import write_part
 from tableside.serving.evaluation.work import Evaluator, Job
@@ -38,7 +36,7 @@ class _Actor:
         try:
             self._evaluator = self._evaluator or Evaluator(self._job)
             return self._evaluator.score(shard), None
-        except (LoaderError, QuantError, ServingError, OSError) as error:
+        except UNUSABLE as error:
             return None, str(error)
 
 

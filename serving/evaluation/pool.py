@@ -23,9 +23,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from tableside.loader.errors import LoaderError
-from tableside.quant import QuantError
-from tableside.serving.errors import ServingError
+from tableside.serving.errors import UNUSABLE, ServingError
 from tableside.serving.evaluation.batches import WRITING, Spent
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import remove_partials, write_part
@@ -66,7 +64,7 @@ def _work(job: Job, connection: Connection) -> None:
         with _Writer(job, connection, evaluator.spent) as writer:
             for shard, table in evaluator.tables(iter(connection.recv, None)):
                 writer.write(shard, table)
-    except (LoaderError, QuantError, ServingError, OSError, ValueError, LookupError, RuntimeError) as error:
+    except (*UNUSABLE, ValueError, LookupError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # where nobody listens any more
             connection.send(_WorkerReport(error=str(error) or repr(error)))
     except EOFError:

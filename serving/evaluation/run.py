@@ -5,7 +5,6 @@ OUT/parts/00000.parquet  the scores of one shard (serving/evaluation/parts.py)
 OUT/report.json          the figures
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tableside.loader.files import take_lock
 from tableside.loader.segment.header import Header
 from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model
@@ -203,12 +203,10 @@ def _own(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     fd = os.open(out / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take_lock(fd):
+            what = f"{out} is being written by another evaluation"
+            raise ServingError(f"{what}; wait for it, or choose another --out")
         yield
-    except BlockingIOError:
-        raise ServingError(
-            f"{out} is being written by another evaluation; wait for it, or choose another --out"
-        ) from None
     finally:
         os.close(fd)
 

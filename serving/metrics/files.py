@@ -28,6 +28,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tableside.loader.files import take_lock
 from tableside.loader.segment.huge_pages import huge_page_bytes
 
 logger = logging.getLogger("tableside")
@@ -95,13 +96,11 @@ def _remove_if_free(folder: Path) -> None:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if take_lock(lock):
         shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
+    else:
         logger.debug("%s belongs to a server that runs", folder)
-    finally:
-        os.close(lock)
+    os.close(lock)
 
 
 # ---- writing: each process in its file ----
@@ -193,19 +192,10 @@ def _taken(folder: Path) -> int:
     """A descriptor of the first file that no process holds, locked."""
     for number in itertools.count():
         fd = os.open(folder / f"{_PREFIX}{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if _locks(fd, fcntl.LOCK_EX):
+        if take_lock(fd):
             break
         os.close(fd)
     return fd
-
-
-def _locks(fd: int, how: int) -> bool:
-    """Whether no process holds the file; it is locked then."""
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # ---- reading: in whichever worker is asked ----
@@ -244,7 +234,7 @@ def heads(folder: Path) -> Iterator[tuple[float, ...]]:
     for path in folder.glob(f"{_PREFIX}*"):
         with path.open("rb") as file:
             head = os.pread(file.fileno(), _HEAD.size, 0)
-            if len(head) == _HEAD.size and not _locks(file.fileno(), fcntl.LOCK_SH):
+            if len(head) == _HEAD.size and not take_lock(file.fileno(), is_shared=True):
                 yield _HEAD.unpack(head)
 
 

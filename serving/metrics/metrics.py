@@ -293,8 +293,7 @@ class _Now:
                 gauge.add_metric(label, float(value))
         yield from gauges.values()
         yield self._scorers()
-        yield self._backfilled()
-        yield self._dropped()
+        yield from self._of_tables()
         yield from _of_workers()
         for cache in {engine.cache for engine in self._engines} - {None}:
             assert cache is not None
@@ -314,29 +313,24 @@ class _Now:
                 gauge.add_metric([engine.model.name, scorer.kind, scorer.dtype], 1.0)
         return gauge
 
-    def _backfilled(self) -> Metric:
-        """Shows backfilled ids per table with an older version for missing ids, zeros too."""
+    def _of_tables(self) -> tuple[Metric, Metric]:
+        """Shows backfilled ids of tables with an older version for missing ids, and dropped ones of those
+        with a ttl or max_rows, zeros too."""
         text = "Rows of the served version's table that came from an older version (missing = backfill)."
-        gauge = GaugeMetricFamily("tableside_backfilled_rows", text, labels=["model", "table"])
-        for engine in self._engines:
-            for table in engine.attached().header.tables:
-                if table.ids is not None and (
-                    table.ids.backfilled or table.ids.missing.startswith("backfill")
-                ):
-                    gauge.add_metric([engine.model.name, table.name], float(table.ids.backfilled))
-        return gauge
-
-    def _dropped(self) -> Metric:
-        """Shows dropped ids per table with a ttl or max_rows, zeros too."""
+        backfilled = GaugeMetricFamily("tableside_backfilled_rows", text, labels=["model", "table"])
         text = "Ids that compactions dropped since the load: expired (ttl), evicted (max_rows)."
-        gauge = GaugeMetricFamily("tableside_dropped_ids", text, labels=["model", "table", "reason"])
+        dropped = GaugeMetricFamily("tableside_dropped_ids", text, labels=["model", "table", "reason"])
         for engine in self._engines:
             for table in engine.attached().header.tables:
-                if table.ids is not None and (table.ids.ttl_s or table.ids.max_rows):
-                    for reason in ("expired", "evicted"):
-                        labels = [engine.model.name, table.name, reason]
-                        gauge.add_metric(labels, float(getattr(table.ids, reason)))
-        return gauge
+                if (ids := table.ids) is None:
+                    continue
+                labels = [engine.model.name, table.name]
+                if ids.backfilled or ids.missing.startswith("backfill"):
+                    backfilled.add_metric(labels, float(ids.backfilled))
+                if ids.ttl_s or ids.max_rows:
+                    dropped.add_metric([*labels, "expired"], float(ids.expired))
+                    dropped.add_metric([*labels, "evicted"], float(ids.evicted))
+        return backfilled, dropped
 
 
 def _of_workers() -> Iterator[Metric]:

@@ -14,9 +14,8 @@ from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions.versions import Model
-from tableside.quant import QuantError
 from tableside.serving.cluster.agreed import Agreement, NotAgreed
-from tableside.serving.errors import ApiError, ErrorKind, ServingError, not_found
+from tableside.serving.errors import UNUSABLE, ApiError, ErrorKind, ServingError, not_found
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.placements import Placements
 from tableside.serving.model.scorer import NO_LIMITS, ScorerLimits
@@ -253,7 +252,7 @@ class Engine:
             served.verified_at = verified()
             clock.mark("rest of verifying")
             served.placed.take_over()
-        except (LoaderError, QuantError, ServingError, OSError):
+        except UNUSABLE:
             raise
         except Exception as error:  # whatever a GPU, its compiler or a scorer may raise
             logger.exception("version %d of %s cannot be served", segment.header.version, self.model.name)
@@ -380,7 +379,7 @@ class Engine:
                 break
             except NotAgreed:
                 raise
-            except (LoaderError, QuantError, ServingError, OSError) as error:
+            except UNUSABLE as error:
                 is_gone = isinstance(error, (VersionError, ApiError)) and not remote
                 # changes came, and this state went
                 if is_gone and (newest := resolve(self.model, version)) != wanted:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tableside.quant import LookupKind, Precision, QuantError
+from tableside.quant import LookupKind, QuantError
 from tableside.quant.cpu.bags import device_places
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput, places_of
@@ -25,12 +25,11 @@ from tableside.serving.modules.inputs import (
     as_weights,
     offsets_of,
 )
-from tableside.serving.modules.lookups import BY_INPUT, EXCHANGE
+from tableside.serving.modules.lookups import BY_INPUT, EXCHANGE, OUTPUTS
 from tableside.serving.modules.published import AttachedVersion
 
 _Found = TypeVar("_Found")
 _DLPACK_TYPES = {"cpu": 1, "cuda": 2}
-_PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
 
 
 class _Ahead(NamedTuple):
@@ -85,7 +84,7 @@ class DeviceLookup:
         bound = [attached.served.features[name] for name in names]
         self._names, self._dims = names, [b.table.dim for b in bound]
         self._is_even = len(set(self._dims)) == 1
-        kinds = [LookupKind(b.table, b.pooling, _PRECISIONS[output]) for b in bound]
+        kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output]) for b in bound]
         try:
             self.lookup = TensorLookup(backend, names, kinds, attached.pending.reports_of(backend))
         except QuantError as error:
@@ -156,7 +155,6 @@ class DeviceLookup:
         return found
 
     def side_stream(self) -> Any:
-        """The stream of calls ahead."""
         if self._side is None:
             self._side = self._backend.device.stream()
         return self._side

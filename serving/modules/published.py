@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from tableside.loader.errors import LoaderError
 from tableside.loader.versions.states import State, good_state, resolve
 from tableside.loader.versions.versions import Model
-from tableside.quant import CpuBackend, QuantError, choose
+from tableside.quant import CpuBackend, choose
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.residence.registry import is_by_cpu
 from tableside.quant.rows.fetched import AskedTable
-from tableside.serving.errors import ServingError
+from tableside.serving.errors import UNUSABLE
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.version import BoundFeature, ServedVersion
@@ -159,7 +158,6 @@ class PublishedTables:
 
     @property
     def threads(self) -> int:
-        """Threads of one lookup on the CPU."""
         return torch.get_num_threads() if self.source.threads is None else self.source.threads
 
     def now(self) -> AttachedVersion:
@@ -207,7 +205,7 @@ class PublishedTables:
                 return False
             try:
                 self._take(state, as_successor=True)
-            except (LoaderError, QuantError, ServingError, OSError) as error:
+            except UNUSABLE as error:
                 if not self._engine.is_passing(state, error) and self._engine.refuse(state):
                     logger.error(
                         "version %s of %s is not taken by modules: %s", state, self.source.model, error

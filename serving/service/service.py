@@ -7,13 +7,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tableside.loader.errors import LoaderError, ModelError, VersionError
+from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.versions.versions import Model
-from tableside.quant import QuantError, choose
+from tableside.quant import choose
 from tableside.serving.cluster.calls import close_hosts
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
-from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request, not_found, short
+from tableside.serving.errors import (
+    UNUSABLE,
+    ApiError,
+    ErrorKind,
+    bad_request,
+    not_found,
+    short,
+)
 from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.executors.executors import CpuExecutor
 from tableside.serving.executors.readers import Readers
@@ -183,7 +190,7 @@ class Service:
         try:
             engine = self._new_engine(name)
             await asyncio.get_running_loop().run_in_executor(None, engine.begin)
-        except (LoaderError, QuantError, ServingError, OSError) as error:
+        except UNUSABLE as error:
             logger.error("model %s cannot be loaded: %s", short(name), error)
             ERRORS.labels(metrics.UNKNOWN, ErrorKind.SWAP.value).inc()
             what = "the server's log has the reason"  # which may name paths

@@ -4,14 +4,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from tableside.loader.errors import LoaderError
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
-from tableside.quant import QuantError
 from tableside.serving.cluster.known import KnownStates
-from tableside.serving.errors import ServingError, not_found
+from tableside.serving.errors import UNUSABLE, not_found
 from tableside.serving.model.engine import Engine
 
 KEPT_S, _LOOK_S = 3.0, 1.0  # that a state stays after it was asked for; between two looks
@@ -93,5 +91,5 @@ def _attach(engine: Engine, state: State) -> Segment | None:
     """Attaches and verifies a state; None: it went, or is damaged."""
     try:
         return engine.attach(state).segment
-    except (LoaderError, QuantError, ServingError, OSError):
+    except UNUSABLE:
         return None
