@@ -84,9 +84,9 @@ OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 _OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids", "ttl", "max_rows")
-_TTL = re.compile(r"(?P<count>[1-9][0-9]{0,9})(?P<unit>[smhd])")
+_AGE = re.compile(r"(?P<count>[0-9]{1,10})(?P<unit>[smhd])")
 _SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_LONGEST_TTL_S = 2**32 - 1  # as long as the times of rows go
+_LONGEST_AGE_S = 2**32 - 1  # as long as the times of rows go
 _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 
@@ -258,13 +258,20 @@ def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:
     return RawIds(key, duplicates, buckets, bucket_ids, strings, *_life(raw, where))
 
 
+def parse_age(text: str) -> int | None:
+    """ "12h" -> 43200 seconds; None: it is no age, or longer than the times of rows go."""
+    if (found := _AGE.fullmatch(text)) is None:
+        return None
+    age_s = int(found["count"]) * _SECONDS_OF[found["unit"]]
+    return age_s if age_s <= _LONGEST_AGE_S else None
+
+
 def _life(raw: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
     """Returns the seconds that a row lives without a change, and the most rows; None: all live."""
     ttl, max_rows, ttl_s = raw.get("ttl"), raw.get("max_rows"), None
     if ttl is not None:
-        found = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
-        ttl_s = int(found["count"]) * _SECONDS_OF[found["unit"]] if found else None
-        if ttl_s is None or ttl_s > _LONGEST_TTL_S:
+        ttl_s = parse_age(ttl) if isinstance(ttl, str) else None
+        if not ttl_s:
             raise ModelError(f"{where}: ttl is {ttl!r}; expected an age such as 90s, 30m, 12h or 30d")
     if max_rows is not None and (type(max_rows) is not int or not 1 <= max_rows < 2**63):
         raise ModelError(f"{where}: max_rows is {max_rows!r}; expected how many rows stay, 1 or more")

@@ -1,17 +1,20 @@
-"""Command-line values with their ranges, and options of several commands. argparse ends with exit code 2."""
+"""Command-line values with their ranges, and options of several commands: also those of the server that a
+command asks. argparse ends with exit code 2."""
 
 import argparse
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from tableside.loader.errors import VersionError
+from tableside.loader.model.model import parse_age
 from tableside.loader.versions.retention import DEFAULT as RETENTION
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import parse_state
 from tableside.serving.cli.parser import Parser
-from tableside.serving.client.address import Address
+from tableside.serving.client import Client
+from tableside.serving.client.address import URL_VARIABLE, Address, default_url
+from tableside.serving.errors import ServingError
 from tableside.serving.sizes import parse_bytes
 
 
@@ -42,8 +45,8 @@ def retention(text: str) -> Retention:
     """A number of states, or an age such as 90s, 30m, 1h or 7d."""
     if text.isdecimal() and text.isascii():
         return Retention(int(text))
-    if found := re.fullmatch(r"([0-9]{1,9})([smhd])", text):
-        return Retention(0, int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]])
+    if (age_s := parse_age(text)) is not None:
+        return Retention(0, age_s)
     raise _unexpected(text, "a number of states from 0 on, or an age such as 90s, 30m, 1h or 7d")
 
 
@@ -133,3 +136,46 @@ def add_cluster_token(p: Parser) -> None:
 def add_keep_states(p: Parser) -> None:
     told = f"states to keep beside the live one: how many, or how long, as 1h (default: {RETENTION.states})"
     p.option("--keep-states", told, type=retention, default=RETENTION, metavar="N|AGE")
+
+
+def add_server(p: Parser) -> None:
+    """The options of every command that asks a running server."""
+    with p.group("the server"):
+        p.option(
+            "--url",
+            f"the server: http, https, or unix:PATH (default: {URL_VARIABLE}, now %(default)s)",
+            type=url,
+            default=default_url(),
+        )
+        add_headers(p)
+
+
+def add_headers(p: Parser) -> None:
+    p.option(
+        "--header",
+        "'Name: value' for every request; @FILE: those of a file, one a line; may come again",
+        type=header,
+        action="append",
+        default=[],
+        metavar="HEADER",
+    )
+    p.option("--ca", "PEM file of the authorities that https trusts (default: the system's)", metavar="FILE")
+
+
+def server_address(options: argparse.Namespace) -> Address:
+    """Returns the address of the server that a command asks. ServingError: its headers or authorities are
+    invalid."""
+    try:
+        return Address.parse(options.url, _headers(options), options.ca)
+    except ValueError as error:
+        raise ServingError(str(error)) from error
+
+
+def _headers(options: argparse.Namespace) -> dict[str, str]:
+    return {name: value for given in options.header for name, value in given.items()}
+
+
+def client_of(options: argparse.Namespace) -> Client:
+    """A client of that server; ServingError: as of `server_address`."""
+    found = server_address(options)
+    return Client(found.base_url, headers=_headers(options), ca=options.ca)

@@ -65,11 +65,9 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self.options() for name in action.option_strings]
 
     def options(self) -> list[argparse.Action]:
-        """Its options, in order."""
         return [action for action in self._actions if action.option_strings]
 
     def positionals(self) -> list[argparse.Action]:
-        """Its arguments that are no options, in order."""
         return [action for action in self._actions if not action.option_strings]
 
     def option(self, name: str, told: str = "", **kind: Any) -> None:
@@ -111,7 +109,6 @@ _MODELS = (
 
 
 def script(parser: Parser, shell: str) -> str:
-    """The script for one of SHELLS."""
     commands = parser.commands()
     lines = _fish(commands) if shell == "fish" else _bash(commands)
     if shell == "zsh":

@@ -234,7 +234,6 @@ def _is_torch(value: Any) -> bool:
 
 
 def any_torch(values: Sequence[Any]) -> bool:
-    """Whether any of these is a torch tensor."""
     return any(map(_is_torch, values))
 
 

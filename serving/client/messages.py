@@ -179,7 +179,6 @@ class Outputs:
 
 
 def quoted(name: str) -> bytes:
-    """A JSON string."""
     return orjson.dumps(name)
 
 

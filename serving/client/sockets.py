@@ -52,7 +52,6 @@ class SocketConnection:
             self._wait_s = seconds
 
     def receive(self, attempts: Attempts) -> HttpResponse:
-        """Reads the response."""
         self.wait_for(attempts.wait_s())
         while (response := self.receive_some()) is None:
             self.wait_for(attempts.wait_s())

@@ -55,7 +55,6 @@ class Rows:
         return len(next(iter(self.columns.values())))
 
     def where(self, row: int) -> str:
-        """A row of the batch, for a person."""
         return f"{self.file}, row {self.start + row}"
 
 
@@ -199,7 +198,6 @@ def _check_columns(where: str, wanted: Sequence[str], found: Any) -> None:
 
 
 def _list_lengths(column: Any) -> Any:
-    """Returns the lists' lengths, with nulls."""
     import pyarrow.compute as pc  # takes as long to import as numpy, and most columns do without
 
     return pc.list_value_length(column)

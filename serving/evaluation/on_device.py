@@ -126,7 +126,6 @@ class DeviceScoring:
         return [scored(batch, self._served, answers) for batch in group.batches]
 
     def _answers(self, group: BegunGroup) -> list[Answer | Exception]:
-        """Returns the scores of each request."""
         found, _ = self._gpu.batches.wait(group.begun)
         answers: list[Answer | Exception] = []
         for n, ((request, inputs), result) in enumerate(zip(group.requests, found, strict=True)):
@@ -231,6 +230,5 @@ class BatchesUnderWay:
             yield shard, table.finished()
 
     def finish(self) -> Iterator[tuple[Shard, pa.Table]]:
-        """Finishes all of them."""
         while self._begun:
             yield from self.finish_one()

@@ -68,7 +68,6 @@ class Job:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The columns that are read."""
         named = [c for columns in self.columns.values() for c in columns]
         return tuple(dict.fromkeys([*named, self.label, *([self.slice_by] if self.slice_by else [])]))
 

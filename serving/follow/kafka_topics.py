@@ -125,7 +125,6 @@ class KafkaTopics:
         return {"message": entry, **dict(zip(names, values, strict=True))}
 
     def close(self) -> None:
-        """Ends the connections."""
         self._consumer.close()
 
     # ---- places ----

@@ -290,7 +290,6 @@ class Compactions:
         return True
 
     def finish(self) -> None:
-        """Waits for the one that runs."""
         if self._running is not None:
             self._running.wait()
             self._has_ended()

@@ -132,7 +132,6 @@ class RedisStream:
         return dict(zip(names, (b64encode(value).decode() for value in fields[1::2]), strict=False))
 
     def close(self) -> None:
-        """Ends the connection."""
         self._client.close()
 
     def _ask(self, position: str | None, count: int, wait_s: float) -> list[tuple[str, list[bytes]]] | None:

@@ -70,7 +70,6 @@ class Status:
             self._alive.set_to_current_time()
 
     def applied(self, step: Step) -> None:
-        """Counts a batch."""
         self._rows.inc(step.applied.rows)
         self._batches.inc()
         self._applied.set_to_current_time()
@@ -89,6 +88,5 @@ class Status:
         return [text]
 
     def close(self) -> None:
-        """Ends the server."""
         self._server.shutdown()
         self._server.server_close()

@@ -10,14 +10,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
-from tableside.loader.errors import LoaderError
-from tableside.quant import QuantError
 from tableside.serving import VERSION, errors
 from tableside.serving.http import asgi, examples
 from tableside.serving.http.door import Door
 from tableside.serving.http.v1 import routes as v1
-from tableside.serving.http.v2 import buckets, rows
 from tableside.serving.http.v2 import routes as v2_routes
+from tableside.serving.http.v2 import rows
 from tableside.serving.http.v2.infer import V2
 from tableside.serving.metrics import counters, metrics
 from tableside.serving.service.service import Service
@@ -37,8 +35,7 @@ class Application:
         self._app = _make_fastapi(self.service)
         v1.add_to(self._app, self.service, self.tell)
         v2_routes.add_to(self._app, self.service, v2)
-        rows.add_to(self._app, owned, settings.max_body_bytes)
-        buckets.add_to(self._app, self.service, owned)
+        rows.add_to(self._app, self.service, owned)
         examples.add_to(self._app, self.service)
         _add_page(self._app)
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")
@@ -90,7 +87,7 @@ class Application:
         try:
             await self.service.start()
             await self._open_grpc()
-        except (LoaderError, QuantError, errors.ServingError, OSError) as error:
+        except errors.UNUSABLE as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         if self.service.settings.traces:

@@ -21,7 +21,6 @@ from starlette.responses import Response as HttpResponse
 from tableside.serving.client import attempts
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.executors.admission import RETRY_AFTER_S, Hold
-from tableside.serving.model.version import ServedVersion
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -197,11 +196,6 @@ _SPARE = 256  # of each, for what belongs to no input
 # in memory: an int or float and the places that hold it; a list, however short
 _NUMBER_BYTES, _LIST_BYTES = (64, 112)
 _PIECE = 1 << 14  # numbers that are written at once
-
-
-def inputs_of(served: ServedVersion) -> int:
-    """Counts a version's inputs: features and dense tensors."""
-    return len(served.features) + (0 if served.scorer is None else len(served.scorer.dense))
 
 
 @asynccontextmanager

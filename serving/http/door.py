@@ -102,7 +102,6 @@ class Door:
     def _send_what(
         self, asked: Target, send: SendWhole, encode: Callable[[Found], Response], found: Found
     ) -> None:
-        """Sends the response of `encode`, or its error."""
         try:
             response = encode(found)
         except Exception as error:  # noqa: BLE001  # as above

@@ -168,7 +168,6 @@ def tell(now: Now) -> None:
 
 
 def workers(folder: Path) -> Iterator[WorkerNow]:
-    """The workers that run."""
     for is_worker, pid, *now in metrics_files.heads(folder):
         if is_worker:
             process = Path(f"/proc/{pid:.0f}")

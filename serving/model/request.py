@@ -3,18 +3,38 @@
 (`serving.executors.batching`)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tableside.loader.versions.states import State
 from tableside.quant import BadIds, Place, Plan
-from tableside.quant.contract import MASK_LATE, Unfound, Waiting
+from tableside.quant.contract import MASK_LATE, Unfound, Waiting, places_in
 from tableside.quant.errors import Problem, RowsNotRead
 from tableside.serving.errors import ApiError, ErrorKind
-from tableside.serving.model.features import Features
 from tableside.serving.model.places import Buffer, Output
 from tableside.serving.model.scorer import Scoring
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Names and sizes of a version's features, by the number that is the kind of their lookups in its
+    planners. The states of a version share them. tables: of each feature. numbers: by name. is_pooled,
+    is_half, vector_bytes, row_bytes, dims, are_strings (its ids): [features]."""
+
+    model: str
+    version: int
+    names: tuple[str, ...]
+    tables: tuple[str, ...]
+    numbers: dict[str, int]
+    is_pooled: NDArray[np.bool_]
+    is_half: NDArray[np.bool_]
+    vector_bytes: NDArray[np.int64]
+    row_bytes: NDArray[np.int64]
+    dims: NDArray[np.int64]
+    are_strings: NDArray[np.bool_]
 
 
 class FeatureInput(NamedTuple):
@@ -110,7 +130,6 @@ class Request:
 
     @property
     def tables(self) -> list[str]:
-        """The table of each lookup."""
         return [self.features.tables[number] for number in self.numbers]
 
     def take_late(self, answer: Answer) -> LateIds | None:
@@ -119,8 +138,7 @@ class Request:
         if answer.unfound is None or not any(counts.late for counts in answer.unfound):
             return None
         found = LateIds({}, {})
-        places = np.frombuffer(self.places, np.int64).reshape(-1, len(Place._fields)).tolist()
-        for place, counts in zip((Place(*p) for p in places), answer.unfound, strict=True):
+        for place, counts in zip(places_in(self.places), answer.unfound, strict=True):
             if not counts.late:
                 continue
             table = self.features.tables[place.kind]
@@ -133,7 +151,6 @@ class Request:
         return found
 
     def feature(self, lookup: int) -> str:
-        """Returns the feature of a lookup."""
         return self.features.names[self.numbers[lookup]]
 
     def look_up(self, inputs: Any, begun: Plan | None = None) -> Answer:

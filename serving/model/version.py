@@ -18,10 +18,9 @@ from tableside.quant.contract import MatrixPlace
 from tableside.quant.rows.fetched import AskedTable
 from tableside.quant.rows.ids import RowMap
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
-from tableside.serving.model.features import Features
 from tableside.serving.model.placements import Placements
 from tableside.serving.model.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
-from tableside.serving.model.request import FeatureInput, Request, Sizes
+from tableside.serving.model.request import FeatureInput, Features, Request, Sizes
 from tableside.serving.model.scorer import Scorer, Scoring
 
 logger = logging.getLogger("tableside")
@@ -123,6 +122,11 @@ class ServedVersion:
         width = 0 if self.scorer is None else self.scorer.width
         said = repr((features, inputs, width)).encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
+
+    @property
+    def inputs(self) -> int:
+        """Counts the features, and the scorer's dense tensors."""
+        return len(self.features) + (0 if self.scorer is None else len(self.scorer.dense))
 
     @property
     def sequence(self) -> int:

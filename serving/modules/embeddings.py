@@ -147,7 +147,6 @@ class PublishedModule(Leaf):
 
     @property
     def _where(self) -> str:
-        """The device of the vectors."""
         return self._published.source.device
 
     # ---- what PyTorch does with modules ----

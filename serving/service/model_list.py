@@ -30,13 +30,11 @@ class ModelList(SharedList[ModelEntry]):
 
     @classmethod
     def of(cls, models: Iterable[str]) -> "ModelList":
-        """A new list of these models."""
         made = cls()
         made.change(lambda _: [ModelEntry("", 1, list(models))])
         return made
 
     def wanted(self) -> ModelEntry:
-        """Returns the wanted models."""
         return self.read()[1][0]
 
     def want(self, model: str, is_wanted: bool) -> int:
@@ -75,5 +73,4 @@ class ModelList(SharedList[ModelEntry]):
 
 
 def _with(entries: list[ModelEntry], models: list[str]) -> list[ModelEntry]:
-    """Returns the entries with these models wanted."""
     return [ModelEntry("", entries[0].serial + 1, models), *entries[1:]]

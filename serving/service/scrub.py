@@ -63,7 +63,6 @@ class Scrubber:
         await look_after(self._engines, every_s, self._look, "%s is not scrubbed: %s")
 
     def stop(self) -> None:
-        """Ends the reading process, if any."""
         self._child.stop()
 
     async def _look(self, engine: Engine) -> None:

@@ -30,7 +30,7 @@ from tableside.loader.files import take_lock
 from tableside.loader.versions.folder import Folder
 from tableside.quant.cpu.uses import Uses, changes_of, read_uses, sample_uses
 from tableside.serving.errors import ServingError
-from tableside.serving.model.features import Features
+from tableside.serving.model.request import Features
 
 _BYTES = 1 << 20  # of a sample
 _ASKED = "asked"
@@ -159,9 +159,7 @@ class LiveSample:
 
 
 def _is_locked(folder: Folder) -> bool:
-    try:
-        fcntl.flock(folder.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not take_lock(folder.fd, is_shared=True):
         return True
     fcntl.flock(folder.fd, fcntl.LOCK_UN)
     return False

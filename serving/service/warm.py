@@ -45,7 +45,6 @@ class Warmer:
             )
 
     def stop(self) -> None:
-        """Ends the process that makes one, if any."""
         self._child.stop()
 
     async def _warm(self, engine: Engine) -> None:

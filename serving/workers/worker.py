@@ -163,7 +163,6 @@ class WorkerProcess:
 
 
 def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -> None:
-    """Runs a worker."""
     take_signals()
     config.configure_logging()
     server = Worker(config)

@@ -1,8 +1,11 @@
 """`tableside plan`: how many ids find their row in a cache, by its size."""
 
 import argparse
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
 
 from tableside.loader.versions.states import attach_state
 from tableside.serving.cli.arguments import AddCommand, add_json, count, microseconds, seconds, share, size
@@ -15,6 +18,8 @@ if TYPE_CHECKING:  # reads data with pyarrow, which the other commands do withou
     from tableside.serving.planning.plan import Goals, Plan
 
 _BAR = 40  # characters of a rate of 1
+_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 320, 60, 40  # of the axes, in pixels, and what lies before them
+_COLOURS = ("#2563a8", "#b3261e", "#1c7c43", "#8a5a00", "#6b4fa0", "#0f7c8a", "#a03c78", "#5c6878")
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -41,7 +46,7 @@ def plan(options: argparse.Namespace) -> int:
     else:
         _print(segment.header.model, found)
     if options.svg is not None:  # last: where it cannot be written, the plan was printed
-        _draw(options.svg, segment.header.model, found)
+        options.svg.write_text(_svg(segment.header.model, found), encoding="utf-8")
     if options.hit_rate is not None and found.rate < options.hit_rate:
         errors.print(
             f"no size has {options.hit_rate:.1%}: the largest one has {found.rate:.1%}; the first use of an "
@@ -66,12 +71,6 @@ def _plan_live(model: "Model", segment: "Segment", seconds: float, goals: "Goals
         if (live := model.current()) == segment.header.version:
             raise
         raise ServingError(f"{error} version {live} became live meanwhile: ask again") from error
-
-
-def _draw(path: Path, model: str, found: "Plan") -> None:
-    from tableside.serving.planning.drawing import svg
-
-    path.write_text(svg(model, found, mb), encoding="utf-8")
 
 
 def _print(model: str, found: "Plan") -> None:
@@ -106,6 +105,50 @@ def _print(model: str, found: "Plan") -> None:
     else:
         policy = f"--placement cached --hbm-budget {said['bytes']} --cache-policy {said['policy']}"
         console.print(f"tableside serve {model} {policy}  # {found.rate:.1%}")
+
+
+def _svg(model: str, found: "Plan") -> str:
+    """Returns the miss-ratio curves of all ids by LRU and LFU, and of each table by the better one: bytes of
+    the cache from left to right, each step twice as many. A line stands at the chosen size."""
+    sizes = found.sizes
+    curves = [("LRU", found.hit_rates(found.lru)), ("LFU", found.hit_rates(found.lfu))]
+    curves += [(one["name"], one["hit_rates"]) for one in found.figures()["tables"]]
+    across = [_across(size, sizes) for size in sizes]
+    parts = [_text(_LEFT, 22, f"{model}: share of the ids that miss, by the bytes of the cache", "start")]
+    for percent in range(0, 101, 25):
+        y = _down(percent / 100)
+        parts.append(f'<path d="M{_LEFT},{y:.1f}h{_WIDTH}" stroke="#ccc"/>')
+        parts.append(_text(_LEFT - 8, y + 4, f"{percent} %", "end"))
+    parts += [
+        _text(x, _TOP + _HEIGHT + 20, mb(size), "middle") for x, size in zip(across, sizes, strict=True)
+    ]
+    at = f"M{across[found.chosen]:.1f},{_TOP}v{_HEIGHT}"
+    parts.append(f'<path d="{at}" stroke="#888" stroke-dasharray="4"/>')
+    for n, (name, rates) in enumerate(curves):
+        colour, y = _COLOURS[n % len(_COLOURS)], _TOP + 14 + 18 * n
+        points = " ".join(f"{x:.1f},{_down(1 - rate):.1f}" for x, rate in zip(across, rates, strict=True))
+        line = f'fill="none" stroke="{colour}" stroke-width="{1 if n > 1 else 2.5}"'
+        parts.append(f'<polyline points="{points}" {line}/>')
+        parts.append(f'<path d="M{_LEFT + _WIDTH + 16},{y - 4}h20" {line}/>')
+        parts.append(_text(_LEFT + _WIDTH + 42, y, name, "start"))
+    wide, high = _LEFT + _WIDTH + 240, max(_TOP + _HEIGHT + 40, _TOP + 18 * len(curves) + 20)
+    box = f'viewBox="0 0 {wide} {high}" width="{wide}" height="{high}"'
+    style = 'font-family="sans-serif" font-size="12" fill="#333"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {style}>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
+
+
+def _across(size: int, sizes: Sequence[int]) -> float:
+    steps = math.log2(sizes[-1] / sizes[0])
+    return _LEFT + (_WIDTH * math.log2(size / sizes[0]) / steps if steps else _WIDTH / 2)
+
+
+def _down(share: float) -> float:
+    return _TOP + _HEIGHT * (1 - share)
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def add_commands(command: AddCommand) -> None:

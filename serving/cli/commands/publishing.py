@@ -29,6 +29,7 @@ from tableside.serving.cli.arguments import (
     KEEP,
     AddCommand,
     add_cluster_token,
+    add_headers,
     add_json,
     add_keep_states,
     count,
@@ -49,7 +50,6 @@ from tableside.serving.cli.output import (
     root_settings,
     token_of,
 )
-from tableside.serving.cli.remote import add_headers
 from tableside.serving.client.address import default_url
 from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.errors import ServingError

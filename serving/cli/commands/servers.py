@@ -11,8 +11,17 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tableside.loader.model.nearest import did_you_mean
-from tableside.serving.cli import remote
-from tableside.serving.cli.arguments import AddCommand, add_json, count, exponent, rate, seconds
+from tableside.serving.cli.arguments import (
+    AddCommand,
+    add_json,
+    add_server,
+    client_of,
+    count,
+    exponent,
+    rate,
+    seconds,
+    server_address,
+)
 from tableside.serving.cli.commands.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.commands.generator import ARRIVALS, Load, merged, run, run_at_rate
 from tableside.serving.cli.commands.top import top as show_top
@@ -26,7 +35,6 @@ from tableside.serving.cli.output import (
     table_of,
 )
 from tableside.serving.cli.parser import Parser
-from tableside.serving.cli.remote import add_server
 from tableside.serving.client import Client, Jagged
 from tableside.serving.client.address import Address
 from tableside.serving.errors import ServingError
@@ -86,7 +94,7 @@ def _serve_on_ray(settings: ServerSettings, address: str | None, came: Sequence[
 
 def lookup(options: argparse.Namespace) -> int:
     """Looks ids up on a running server and prints the vectors."""
-    with remote.client(options) as client:
+    with client_of(options) as client:
         vectors = client.lookup(options.model, _features(options, client))
     if options.json:
         print_json({k: v.astype(np.float32) for k, v in vectors.items()})
@@ -102,7 +110,7 @@ def lookup(options: argparse.Namespace) -> int:
 def score(options: argparse.Namespace) -> int:
     """Scores rows on a running server and prints a line for each."""
     dense = dict(map(_parse_dense, options.dense or []))
-    with remote.client(options) as client:
+    with client_of(options) as client:
         scores = client.score(options.model, _features(options, client), dense)
     if options.json:
         print_json({"scores": np.asarray(scores, np.float32)})
@@ -114,7 +122,7 @@ def score(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """Loads a running server; prints throughput and latencies. Exit code 1: a request failed."""
-    with remote.client(options) as client:
+    with client_of(options) as client:
         served = {m["name"]: m for m in client.models()}
     if (described := served.get(options.model)) is None:
         hint = did_you_mean(options.model, served)
@@ -123,7 +131,7 @@ def bench(options: argparse.Namespace) -> int:
         )
     shape = Shape(options.batch, options.ids, options.same, options.zipf)
     forms = FORMS if options.form == "both" else (options.form,)
-    address = remote.address(options)
+    address = server_address(options)
     common: dict[str, Any] = {"max_bytes": MAX_BYTES // len(forms), "extra_headers": address.headers}
     requests = {form: make_requests(described, address.http_url, shape, form, **common) for form in forms}
     features = len(described["features"])

@@ -24,7 +24,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.states import State, attach_state, kept_states, resolve, state_of
 from tableside.loader.versions.versions import Model, models
-from tableside.serving.cli import remote
+from tableside.serving.cli.arguments import client_of
 from tableside.serving.cli.output import console, mb, print_json, published, root_settings, table_of
 
 _UNKNOWN = dict.fromkeys(
@@ -77,7 +77,7 @@ def list_models(options: argparse.Namespace) -> int:
 
 def _list_served(options: argparse.Namespace) -> int:
     """Prints a line for each model of a running server."""
-    with remote.client(options) as client:
+    with client_of(options) as client:
         served = client.models()
     if options.json:
         print_json({"url": options.url, "models": served})

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from tableside.serving.cli import remote
+from tableside.serving.cli.arguments import client_of
 from tableside.serving.cli.output import console, print_json, table_of
 from tableside.serving.client import Client
 
@@ -51,7 +51,7 @@ Counters = Mapping[str, tuple[str, str]]
 
 def top(options: argparse.Namespace) -> int:
     """Prints rates of a server, once or until it is interrupted; as JSON a line for each look."""
-    with remote.client(options) as client:
+    with client_of(options) as client:
         looks = _looks(client, options.seconds)
         try:
             if options.json or options.once:

@@ -166,7 +166,7 @@ class GrpcDoor:
         """Reads a message into `request`. ApiError: it is another one's, too large, or there is no room."""
         hold.grow(len(data))
         if len(data) > tensors.LOOKED_THROUGH:
-            most = sum(asgi.inputs_of(engine.attached()) for engine in self._service.engines.values())
+            most = sum(engine.attached().inputs for engine in self._service.engines.values())
             tensors.check_description(data, most, self._service.settings.max_json_bytes)
         try:
             if len(data) > _BESIDE_BYTES:
@@ -240,7 +240,7 @@ class GrpcDoor:
         """Returns a stream's answer to one request, or what says why there is none."""
         turn = None
         try:
-            turn = await self._turn(_yes)
+            turn = await self._turn(lambda: True)
             await self._parse(request, data, hold)
             return response(infer_response=await self._model_infer(request, context, hold))
         except Exception as error:  # noqa: BLE001  # as of `_run`
@@ -294,7 +294,3 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has n
                     await self._ending.wait()
             except TimeoutError:
                 continue
-
-
-def _yes() -> bool:
-    return True

@@ -15,7 +15,6 @@ SERVICE = POOL.FindServiceByName(NAME)
 
 
 def message(name: str) -> Any:
-    """Returns a message's class."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 

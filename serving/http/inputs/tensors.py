@@ -1,20 +1,22 @@
 """Named tensors of a request to feature inputs, for both protocols. A feature comes as `<feature>` INT64
 [bags, ids a bag], or `<feature>.values` INT64 [ids] with `<feature>.lengths` INT32 [bags]; either with
 `<feature>.weights` FP32 [ids]. INT32 ids are widened; ids that are strings, BYTES, are hashed.
+JSON lists become arrays of a tensor's datatype; what is wrong with one is found and named.
 All features in one: `serving.http.inputs.kjt`."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.string_ids import ids_of_bytes
+from tableside.loader.string_ids import ids_of_bytes, string_ids
 from tableside.quant import BadIds
 from tableside.quant.errors import Problem
-from tableside.serving.errors import ErrorKind, bad_request, short
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.model.request import FeatureInput
 from tableside.serving.model.version import ServedVersion
 
@@ -194,3 +196,63 @@ def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
     return FeatureInput(
         feature, ids.at, ids.elements, bags_given, 0, None if lengths is None else lengths.at, weights_at
     )
+
+
+# ---- JSON lists of numbers and of string ids ----
+
+_ALLOWED: dict[str, tuple[set[type], str]] = {
+    "FP32": ({int, float}, "a number"),
+    STRINGS: ({str}, "a string"),
+}
+
+
+def are_all(kind: type, values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= {kind}
+
+
+def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
+    """Makes an array of JSON numbers; of BYTES, the ids of strings. Other ids and lengths must be integers;
+    FP32 takes any numbers."""
+    flat = flatten(data)
+    kinds = set(map(type, flat))
+    allowed, expected = _ALLOWED.get(datatype, ({int}, "an integer"))
+    if not kinds <= allowed:
+        at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
+        # what the parser makes of an integer that int64 does not hold
+        if type(flat[at]) is float and abs(flat[at]) >= 2.0**63 and datatype != STRINGS:
+            raise _outside(name, datatype, flat, at)
+        raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not {expected}")
+    if datatype == STRINGS:
+        return string_ids(flat)
+    dtype = DTYPES[datatype]
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(flat, dtype)
+        if datatype == "FP32" and not np.isfinite(array).all():
+            at = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not a finite FP32")
+        return array
+    except OverflowError:
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        at = next(i for i, x in enumerate(flat) if not low <= x <= high)
+        raise _outside(name, datatype, flat, at) from None
+
+
+def _outside(name: str, datatype: str, flat: list[Any], at: int) -> ApiError:
+    info = np.iinfo(DTYPES[datatype])
+    return bad_request(
+        f"{short(name)}: value {short(flat[at])} at position {at} is outside {datatype}'s [{info.min}, "
+        f"{info.max}]"
+    )
+
+
+def flatten(data: Any) -> list[Any]:
+    """Flattens a list, or a list of lists in row-major order, the protocol's two forms."""
+    if not isinstance(data, list):
+        raise bad_request(f"data is {short(data)}; expected a list of numbers")
+    if data and isinstance(data[0], list):
+        if not are_all(list, data):
+            row = next(row for row in data if not isinstance(row, list))
+            raise bad_request(f"data mixes lists and {short(row)}; expected lists of numbers")
+        return list(chain.from_iterable(data))
+    return data

@@ -16,8 +16,15 @@ from tableside.loader.versions.states import State
 from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object, text_of
-from tableside.serving.http.inputs.json_lists import are_all, from_list
-from tableside.serving.http.inputs.tensors import DATATYPES, STRINGS, Tensor, check_lengths, feature_inputs
+from tableside.serving.http.inputs.tensors import (
+    DATATYPES,
+    STRINGS,
+    Tensor,
+    are_all,
+    check_lengths,
+    feature_inputs,
+    from_list,
+)
 from tableside.serving.http.v2 import _reader
 from tableside.serving.http.v2.reader import names_of, scoring_of
 from tableside.serving.model.places import Buffer, DenseInput

@@ -66,7 +66,6 @@ class V1:
     async def _laid_out(
         self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold
     ) -> tuple[ServedVersion, JsonRequest]:
-        """Returns the request and its version."""
         hold.grow(INPUTS_PER_BYTE * len(text))
         came = await self._call(text, read, text, score)
         if came is not None:
@@ -102,7 +101,7 @@ class V1:
         return function(*arguments)
 
     def _room(self, text: bytes, hold: Hold) -> contextlib.AbstractAsyncContextManager[None]:
-        inputs = max((asgi.inputs_of(e.attached()) for e in self._service.engines.values()), default=0)
+        inputs = max((e.attached().inputs for e in self._service.engines.values()), default=0)
         return asgi.room(self._service.large_json, text, inputs, hold)
 
 

@@ -186,7 +186,7 @@ class V2:
         settings, regions = self.service.settings, self.service.regions
         head, binary = body[:length], memoryview(body)[length:]
         if length > asgi.BESIDE_BYTES:
-            async with asgi.room(self.service.large_json, head, asgi.inputs_of(served), hold):
+            async with asgi.room(self.service.large_json, head, served.inputs, hold):
                 header = await self.service.beside(asgi.json_object, head)
                 return await self.service.beside(v2_request.understand, served, header, binary, regions)
         header = asgi.json_object(head)

@@ -15,8 +15,8 @@ from tableside.quant import Place
 from tableside.serving.http.inputs import kjt
 from tableside.serving.http.v2 import _reader
 from tableside.serving.http.v2.answer import InferRequest, Sent
-from tableside.serving.model.features import Features
 from tableside.serving.model.places import KJT, Output, scores_at
+from tableside.serving.model.request import Features
 from tableside.serving.model.scorer import Scoring
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.shm import regions
@@ -76,7 +76,6 @@ def read(
 
 
 def _make_names(served: ServedVersion) -> object:
-    """Returns a version's names for the extension."""
     names, scorer = served.names, served.scorer
     dense = {} if scorer is None else scorer.dense
     numbers = {name: -1 - k for k, name in enumerate(dense)} | names.numbers

@@ -80,11 +80,10 @@ def index(service: Service, asked: dict[str, Any], authorization: bytes | None) 
         if state == "READY" or not is_ready:
             found.append({"name": name, "version": str(engine.attached().version), "state": state})
     if not is_ready and is_operator(service, authorization):
-        found += [
-            _unloaded(model.name, model.versions())
-            for model in _published(service)
-            if model.name not in service.engines
-        ]
+        for model in _published(service):
+            if model.name not in service.engines:
+                newest = {"name": model.name, "version": str(model.versions()[-1])}
+                found.append({**newest, "state": "UNAVAILABLE", "reason": "unloaded"})
     return found
 
 
@@ -94,7 +93,3 @@ def _published(service: Service) -> list[Any]:
     except (LoaderError, OSError) as error:
         what = "the folder of published models cannot be read; the server's log has the reason"
         raise ApiError(500, ErrorKind.INTERNAL, what) from error
-
-
-def _unloaded(name: str, versions: list[int]) -> dict[str, str]:
-    return {"name": name, "version": str(versions[-1]), "state": "UNAVAILABLE", "reason": "unloaded"}

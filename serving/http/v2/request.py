@@ -13,7 +13,6 @@ import orjson
 from tableside.loader.model.model import SCORE
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.inputs import kjt
-from tableside.serving.http.inputs.json_lists import from_list
 from tableside.serving.http.inputs.tensors import (
     DATATYPES,
     ID_DATATYPES,
@@ -25,6 +24,7 @@ from tableside.serving.http.inputs.tensors import (
     check_shape,
     check_weights,
     feature_inputs,
+    from_list,
     split_name,
     with_ids,
 )

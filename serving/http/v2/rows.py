@@ -1,4 +1,5 @@
-"""Rows of this host's tables for servers of the whole model (serving.cluster.protocol)."""
+"""What this host gives of its tables: rows to servers of the whole model, and files of its states to owners
+of another number of them (serving.cluster.protocol)."""
 
 import time
 from collections.abc import Coroutine
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredRows
+from tableside.loader.segment.transfer import head_of, stored_range
 from tableside.quant.contract import FIELD, Bytes, Ids, Place, Planner, Table, places_in
 from tableside.quant.cpu.native import packed_planner
 from tableside.quant.cpu.packed import rows_with_ids
@@ -19,7 +22,7 @@ from tableside.quant.cpu.staged_rows import fetched
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import RowReader
 from tableside.serving.cluster.describe import describe
-from tableside.serving.cluster.protocol import PATH, RowsLayout, TableIds, seal, unpack_request
+from tableside.serving.cluster.protocol import FILES_PATH, PATH, RowsLayout, TableIds, seal, unpack_request
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, not_found, short
 from tableside.serving.executors.admission import Hold
 from tableside.serving.http import asgi
@@ -85,8 +88,11 @@ class OwnedRows:
     async def states(self, model: str) -> list[str]:
         return [str(state) for state in await self._states.known(self._service.engine(model))]
 
-    async def segment(self, model: str, named: str) -> Segment:
-        """Returns a state, and keeps it for some seconds. ApiError: it is none, or not here."""
+    async def segment(self, http: Request) -> Segment:
+        """Returns the state that a path names, and keeps it for some seconds. ApiError: as `check`, or it is
+        none, or not here."""
+        self.check_caller(http)
+        model, named = http.path_params["model"], http.path_params["state"]
         return await self._states.segment(self._service.engine(model), self._state(model, named))
 
     def _state(self, model: str, named: str) -> HostsState:
@@ -146,7 +152,6 @@ class OwnedRows:
     def _rows(
         self, segment: Segment, asked: TableIds, layout: RowsLayout, body: Any, state: HostsState
     ) -> Bytes:
-        """Returns the body of a response."""
         out = np.empty(layout.size, np.uint8)
         out[layout.ids : layout.rows_at[0]] = 0
         places = np.array([_NO_ID], np.int64).repeat(asked.tables.size, 0)
@@ -163,7 +168,6 @@ class OwnedRows:
         return out
 
     def _read(self, segment: Segment, places: NDArray[np.int64], ids: Ids, out: Bytes) -> None:
-        """Reads rows of a disk."""
         deadline = time.monotonic() + self._service.settings.disk_timeout_s
         for place in places_in(places):
             table = segment.header.tables[place.kind]
@@ -191,7 +195,9 @@ def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes
     rows[found == 0] = 0
 
 
-def add_to(app: FastAPI, owned: OwnedRows, max_body_bytes: int) -> None:
+def add_to(app: FastAPI, service: Service, owned: OwnedRows) -> None:
+    settings = service.settings
+
     @app.get(f"{PATH}/{{model}}", include_in_schema=False)
     async def described(http: Request) -> Response:
         owned.check_caller(http)
@@ -204,8 +210,7 @@ def add_to(app: FastAPI, owned: OwnedRows, max_body_bytes: int) -> None:
 
     @app.get(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def kept(http: Request) -> Response:
-        owned.check_caller(http)
-        await owned.segment(http.path_params["model"], http.path_params["state"])
+        await owned.segment(http)
         return asgi.json_response({})
 
     @app.post(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
@@ -213,10 +218,60 @@ def add_to(app: FastAPI, owned: OwnedRows, max_body_bytes: int) -> None:
         """What the `Door` leaves, as it is compressed or not allowed."""
         owned.check_caller(http)
         hold, authorization = http.scope[asgi.HOLD], asgi.header(http.scope, b"authorization")
-        body = await asgi.read_body(http.scope, http.receive, max_body_bytes, hold)
+        body = await asgi.read_body(http.scope, http.receive, settings.max_body_bytes, hold)
         asked = RowsTarget(**http.path_params, authorization=authorization)
         found = owned.answer(asked, _host(http), body, hold)
         return asgi.AsgiResponse(found if isinstance(found, asgi.Response) else await found)
+
+    @app.get(f"{FILES_PATH}/{{model}}/{{state}}", include_in_schema=False)
+    async def heads(http: Request) -> Response:
+        segment = await owned.segment(http)
+        found = [head_of(file) for file in _files(segment)]
+        sizes = np.array([len(found), *(head.size for head in found)], "<i8")
+        return _answer(sizes.view(np.uint8), *found)
+
+    @app.get(f"{FILES_PATH}/{{model}}/{{state}}/{{identity}}/{{chunks}}", include_in_schema=False)
+    async def chunks(http: Request) -> Response:
+        segment, named = await owned.segment(http), http.path_params
+        file, stored, start, stop = _asked(segment, named["identity"], named["chunks"])
+        size, limit = (stop - start) * stored.row_bytes, settings.max_response_bytes
+        if size > limit:
+            what = f"the request asks for {size:,} bytes of chunks; the limit is {limit:,}"
+            raise ApiError(
+                413, ErrorKind.TOO_LARGE, f"{what} (max_response_bytes): ask for fewer, or raise it"
+            )
+        if file.readers:  # a disk may take its time
+            return _answer(await service.readers.run(lambda: _copied(file, stored, start, stop)))
+        return _answer(await service.beside(_copied, file, stored, start, stop))
+
+
+def _files(segment: Segment) -> list[Segment]:
+    return [segment.base, *(delta.segment for delta in segment.deltas)]
+
+
+def _asked(segment: Segment, identity: str, chunks: str) -> tuple[Segment, StoredRows, int, int]:
+    """Returns the file that is named, and its rows. ApiError: it is none of the state's, or has no such
+    chunks."""
+    of = next((f for f in _files(segment) if f"{f.files[0].identity:016x}" == identity), None)
+    if of is None:
+        raise not_found(
+            f"no file of this state is {short(identity)}: it was compacted meanwhile, so that other files "
+            "have its rows; begin with its heads again"
+        )
+    try:
+        first, end = map(int, chunks.split("-"))
+        return of, *stored_range(of.header, first, end)
+    except ValueError as error:
+        raise bad_request(f"chunks {short(chunks)}: {error}; expected FIRST-END") from error
+
+
+def _copied(file: Segment, stored: StoredRows, start: int, stop: int) -> Bytes:
+    ((_, rows),) = file.rows(stored, start, stop)
+    return rows.reshape(-1).copy()
+
+
+def _answer(*parts: Any) -> Response:
+    return asgi.AsgiResponse(asgi.Response(200, (asgi.BINARY_TYPE,), [part.data for part in parts]))
 
 
 def _host(http: Request) -> str | None:
