@@ -17,8 +17,7 @@ from common import console, report, shared_folder
 
 from tableside.quant.cache.settings import Policy
 from tableside.quant.row_format import device_row_bytes
-from tableside.serving.planning.curves import lfu, lru
-from tableside.serving.planning.references import Sampler
+from tableside.serving.planning.curves import Sampler, lfu, lru
 
 STREAMS = {"0.8": 0.8, "1.05": 1.05, "1.2": 1.2, "1.05, moving": 1.05}
 SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)

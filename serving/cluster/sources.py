@@ -15,8 +15,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.transfer import TransferredSegment
 from tableside.quant.contract import Bytes
 from tableside.serving.cluster.agreed import At, Owner
-from tableside.serving.cluster.asking import AskedHost
-from tableside.serving.cluster.describe import Owners, ask_owners
+from tableside.serving.cluster.describe import AskedHost, Owners, ask_owners
 from tableside.serving.cluster.protocol import FILES_PATH, PATH
 from tableside.serving.errors import ServingError
 

@@ -24,7 +24,7 @@ from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overload
 from tableside.serving.executors.batch_threads import BatchThreads
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.executors.executors import INLINE_FETCHED
-from tableside.serving.executors.readers import Readers
+from tableside.serving.executors.pending import Readers
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.metrics import metrics
 from tableside.serving.model.request import Answer, Request
@@ -282,7 +282,7 @@ class Batcher:
             if w.future.done():  # its client left
                 del self._waiting[end]
                 continue
-            size += w.request.plan.staged_bytes
+            size += w.request.staged_bytes
             if taken and size > _BATCH_BYTES:
                 break
             del self._waiting[end]

@@ -10,8 +10,7 @@ from typing import Any
 
 from tableside.quant import Plan
 from tableside.quant.contract import Waiting
-from tableside.serving.executors.pending import Found, Pending, kept
-from tableside.serving.executors.readers import Readers
+from tableside.serving.executors.pending import Found, Pending, Readers, kept
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Scorer, Scoring, ToScore

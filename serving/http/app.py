@@ -11,7 +11,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 from tableside.serving import VERSION, errors
-from tableside.serving.http import asgi, examples
+from tableside.serving.http import asgi, metadata
 from tableside.serving.http.door import Door
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v2 import routes as v2_routes
@@ -36,7 +36,7 @@ class Application:
         v1.add_to(self._app, self.service, self.tell)
         v2_routes.add_to(self._app, self.service, v2)
         rows.add_to(self._app, self.service, owned)
-        examples.add_to(self._app, self.service)
+        metadata.add_examples_to(self._app, self.service)
         _add_page(self._app)
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")
         self._counted_cpu_s = 0.0

@@ -153,6 +153,10 @@ class Request:
     def feature(self, lookup: int) -> str:
         return self.features.names[self.numbers[lookup]]
 
+    @property
+    def staged_bytes(self) -> int:
+        return self.plan.staged_bytes
+
     def look_up(self, inputs: Any, begun: Plan | None = None) -> Answer:
         """Looks every feature up, without scores. begun: what `begin` gave for these inputs. ApiError: an id,
         or a pooled feature's length, is wrong, or rows did not come."""

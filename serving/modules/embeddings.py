@@ -1,7 +1,7 @@
 """`EmbeddingBags` and `Embeddings`: a published model's features as PyTorch modules.
 
 They hold no weights: a lookup dequantizes rows of the version in shared memory. Under torch.compile and
-torch.export a call becomes an operator (`serving.modules.operators`).
+torch.export a call becomes an operator (`serving.modules.dispatch`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,15 @@ import torch
 
 from tableside.quant import Pooling
 from tableside.quant.contract import Unfound
-from tableside.serving.modules.dispatch import Call, Padding, look_up, look_up_packed, lookup_of
+from tableside.serving.modules.dispatch import (
+    Call,
+    Padding,
+    look_up,
+    look_up_packed,
+    lookup_of,
+    traced,
+    traced_packed,
+)
 from tableside.serving.modules.inputs import (
     FeatureInput,
     FeatureTensors,
@@ -38,7 +46,6 @@ from tableside.serving.modules.lookups import (
     packed_of,
     places_of,
 )
-from tableside.serving.modules.operators import traced, traced_packed
 from tableside.serving.modules.published import ModuleSource, published
 
 

@@ -12,7 +12,7 @@ import torch
 from tableside.quant import BadIds, Pooling
 from tableside.quant.errors import Problem
 from tableside.quant.gpu.residence.registry import is_by_cpu
-from tableside.serving.modules.dispatch import lookup_of
+from tableside.serving.modules.dispatch import lookup_of, traced
 from tableside.serving.modules.embeddings import PublishedModule, SourceOptions
 from tableside.serving.modules.inputs import (
     BadFeatureIds,
@@ -24,7 +24,6 @@ from tableside.serving.modules.inputs import (
     is_traced,
     outside_graphs,
 )
-from tableside.serving.modules.operators import traced
 from tableside.serving.modules.published import ModuleSource
 
 

@@ -17,8 +17,7 @@ from tableside.quant.cpu.uses import USE, Uses
 from tableside.quant.row_format import device_row_bytes
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Rows, Shard, data_files, ids_of, plan_shards, read
-from tableside.serving.planning.curves import HALF_LIFE, lfu, lru
-from tableside.serving.planning.references import Floats, References, Sampler
+from tableside.serving.planning.curves import HALF_LIFE, Floats, References, Sampler, lfu, lru
 from tableside.serving.service.uses import salts_of
 
 _SHARD_ROWS = 65536

@@ -23,7 +23,7 @@ from tableside.serving.errors import (
 )
 from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.executors.executors import CpuExecutor
-from tableside.serving.executors.readers import Readers
+from tableside.serving.executors.pending import Readers
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.counters import Now
 from tableside.serving.metrics.disk import count_reads, count_remote

@@ -17,10 +17,10 @@ from tableside.serving.errors import ServingError
 from tableside.serving.metrics.files import metrics_folder
 from tableside.serving.model.compiled_kernels import begin_to_compile
 from tableside.serving.model.scorers import TORCH_MODULES, needs_torch
+from tableside.serving.service.model_list import Following, published_models
 from tableside.serving.settings import ServerSettings, admin_token, cluster_token
 from tableside.serving.shm.regions import RegionRegistry
 from tableside.serving.supervised import signals_kept_off
-from tableside.serving.workers.following import Following, published_models
 from tableside.serving.workers.supervisor import Supervisor
 from tableside.serving.workers.worker import MakeApplication, WorkerConfig, make_application
 

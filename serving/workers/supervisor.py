@@ -22,7 +22,7 @@ from uvicorn.config import STARTUP_FAILURE
 from tableside.serving.engine_process.main import run_engine
 from tableside.serving.engine_process.messages import address_of, listen
 from tableside.serving.metrics.counters import RESTARTS
-from tableside.serving.workers.following import Following
+from tableside.serving.service.model_list import Following
 from tableside.serving.workers.worker import WorkerConfig, WorkerProcess
 
 logger = logging.getLogger("tableside")

@@ -19,8 +19,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import Precision, choose
 from tableside.serving.errors import ApiError
 from tableside.serving.executors.executors import CpuExecutor
-from tableside.serving.executors.pending import answer_of
-from tableside.serving.executors.readers import Readers
+from tableside.serving.executors.pending import Readers, answer_of
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import DenseInput

@@ -21,7 +21,7 @@ from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_requ
 from tableside.serving.executors.admission import RETRY_AFTER_S, Hold, Turn, overloaded
 from tableside.serving.executors.pending import settle
 from tableside.serving.http import asgi
-from tableside.serving.http.grpc import tensors
+from tableside.serving.http.grpc import messages
 from tableside.serving.http.grpc.calls import Calls, as_bytes, metadata_of
 from tableside.serving.http.grpc.messages import NAME, POOL, SERVICE, filled, message
 from tableside.serving.http.traffic import Trace, Traffic, trace_of
@@ -165,9 +165,9 @@ class GrpcDoor:
     async def _parse(self, request: Any, data: bytes, hold: Hold) -> None:
         """Reads a message into `request`. ApiError: it is another one's, too large, or there is no room."""
         hold.grow(len(data))
-        if len(data) > tensors.LOOKED_THROUGH:
+        if len(data) > messages.LOOKED_THROUGH:
             most = sum(engine.attached().inputs for engine in self._service.engines.values())
-            tensors.check_description(data, most, self._service.settings.max_json_bytes)
+            messages.check_description(data, most, self._service.settings.max_json_bytes)
         try:
             if len(data) > _BESIDE_BYTES:
                 await self._service.beside(request.ParseFromString, data)
@@ -182,18 +182,18 @@ class GrpcDoor:
 
     async def _model_infer(self, request: Any, context: Any, hold: Hold) -> Any:
         await self._service.slices.take()
-        size, most = tensors.body_bytes(request), self._service.settings.max_body_bytes
+        size, most = messages.body_bytes(request), self._service.settings.max_body_bytes
         if size > most:
             raise asgi.too_large(most)
         hold.grow(max(0, size - request.ByteSize()))  # numbers may come in fewer bytes
         is_large, beside = size > _BESIDE_BYTES, self._service.beside
-        body, length = await beside(tensors.as_body, request) if is_large else tensors.as_body(request)
+        body, length = await beside(messages.as_body, request) if is_large else messages.as_body(request)
         named = request.model_name, request.model_version or None
         asked = InferTarget(*named, b"%d" % length, self._timeout(context))
         parts = [*(await self._v2.infer(asked, body, hold)).parts]
         if sum(map(len, parts)) > _BESIDE_BYTES:
-            return await beside(tensors.as_response, parts)
-        return tensors.as_response(parts)
+            return await beside(messages.as_response, parts)
+        return messages.as_response(parts)
 
     def _timeout(self, context: Any) -> bytes | None:
         """How long the request waits for rows of a disk, in milliseconds: no longer than for its answer."""

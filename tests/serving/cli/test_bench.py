@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tableside.serving.cli import connections
 from tableside.serving.cli.commands import bench, generator, servers
 from tableside.serving.errors import ServingError
 
@@ -241,7 +240,7 @@ def test_a_connection_that_breaks_is_a_failure(answer: bytes, failure: str) -> N
 
 
 def test_answers_that_do_not_come_are_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(generator, "PATIENCE_S", 0.1)
     with scripted(lambda sock, _: None) as url:
         load = generator.run(url, REQUESTS, concurrency=1, seconds=0.05)
     assert (load.requests, load.failed) == (0, 1)

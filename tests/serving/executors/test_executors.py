@@ -20,8 +20,7 @@ from tableside.quant.contract import MatrixPlace
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
 from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
-from tableside.serving.executors.pending import Pending, answer_of
-from tableside.serving.executors.readers import Readers
+from tableside.serving.executors.pending import Pending, Readers, answer_of
 from tableside.serving.model.places import Output
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Floats, Scorer, ScorerLimits, Scoring

@@ -20,11 +20,10 @@ from tableside.quant import choose
 from tableside.quant.contract import Waiting
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 from tableside.serving.errors import ApiError, ErrorKind
-from tableside.serving.executors import readers
+from tableside.serving.executors import pending
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.executors.executors import INLINE_FETCHED, INLINE_IDS, CpuExecutor
-from tableside.serving.executors.pending import Pending, answer_of
-from tableside.serving.executors.readers import READERS, Readers
+from tableside.serving.executors.pending import READERS, Pending, Readers, answer_of
 from tableside.serving.model.placements import Placements
 from tableside.serving.model.request import Answer, FeatureInput
 from tableside.serving.model.version import ServedVersion
@@ -104,7 +103,7 @@ def test_requests_that_wait_for_rows_are_bounded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that those which need none have slots; and rows that need no wait are answered at once."""
-    monkeypatch.setattr(readers, "MOST_READING", 2)
+    monkeypatch.setattr(pending, "MOST_READING", 2)
     version, _ = attach(root, tmp_path, None)
     late, fetched = over_fetched_rows(version)
     source = source_of(fetched["user"])

@@ -221,7 +221,7 @@ def test_a_wrong_id_has_its_place_among_all(model: str) -> None:
 
 def test_programs_of_before_have_no_padding(model: str) -> None:
     """A call without the field is read."""
-    from tableside.serving.modules.operators import call_of
+    from tableside.serving.modules.dispatch import call_of
 
     call = EmbeddingBags("ads", ["user_sum"], root=model)._call
     assert call_of(call.replace(', "padding": []', "")) == call_of(call)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tableside.quant.rows.ids import mix
-from tableside.serving.planning.curves import lfu, lru, previous_use, reuse_bytes
-from tableside.serving.planning.references import References, Sampler
+from tableside.serving.planning.curves import References, Sampler, lfu, lru, previous_use, reuse_bytes
 
 ROWS, BYTES = 20_000, 64
 SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)

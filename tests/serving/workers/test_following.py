@@ -15,10 +15,9 @@ from support import end, run_tableside, until
 
 from tableside.loader.versions.versions import Model
 from tableside.serving.client import Client, ClientError
-from tableside.serving.service.model_list import ModelList
+from tableside.serving.service import model_list
+from tableside.serving.service.model_list import Following, ModelList, published_models
 from tableside.serving.settings import RootSettings
-from tableside.serving.workers import following
-from tableside.serving.workers.following import Following, published_models
 
 USER = {"user": TABLES["user"]}
 
@@ -96,7 +95,7 @@ def test_what_a_worker_could_not_take_is_tried_again(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not sooner than RETRY_S after the list was written last; where all was taken the list stays."""
-    monkeypatch.setattr(following, "LOOK_S", 0.0)
+    monkeypatch.setattr(model_list, "LOOK_S", 0.0)
     publish_demo(root, tmp_path, USER, "good")
     models = ModelList.of([])
     one = Following(RootSettings(root=root), models)
