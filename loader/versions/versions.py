@@ -18,6 +18,7 @@ can change the files or hold a lock (loader.versions.folder).
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -170,9 +171,10 @@ class Model(PublishedModel):
             self._clear_redis(folder)
         return len(versions)
 
-    def collect(self, keep: int) -> list[Path]:
-        """Removes leftovers, older versions that never were live, and all but the `keep` newest that were.
-        Keeps the live version and those not activated yet. VersionError: keep is negative."""
+    def collect(self, keep: int, age_s: float = 0.0) -> list[Path]:
+        """Removes leftovers, older versions that never were live, and all but the `keep` newest that were, or
+        were live in the last `age_s` seconds. Keeps the live version and those not activated yet.
+        VersionError: keep is negative."""
         if keep < 0:
             raise VersionError(
                 f"keep is {keep}; expected how many versions stay beside the live one, 0 or more"
@@ -190,8 +192,16 @@ class Model(PublishedModel):
                 record = self.record()
                 lived = sorted(v for v in self._lived(record) if v != record.current)
                 never = [v for v in self.versions() if v not in lived and v < record.current]
-                removed += self._unlink(folder, never + lived[: max(0, len(lived) - keep)])
+                old = self._replaced(lived, record.current, age_s)[: max(0, len(lived) - keep)]
+                removed += self._unlink(folder, never + old)
         return removed + self._forget_redis()
+
+    def _replaced(self, lived: list[int], current: int, age_s: float) -> list[int]:
+        """Returns the versions in whose place the next one came more than `age_s` seconds ago."""
+        if not age_s:
+            return lived
+        made = [os.stat(self.path(version)).st_mtime for version in (*lived, current)]
+        return [v for v, after in zip(lived, made[1:], strict=True) if after < time.time() - age_s]
 
     def mark_damaged(self, version: int, file: str = "") -> None:
         """Marks a version as damaged, for all processes. file: the damaged one; other versions that have it

@@ -41,6 +41,13 @@ def state(text: str) -> tuple[int, int | None]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def age(text: str) -> int:
+    """Seconds of an age such as 90s, 30m, 1h or 7d."""
+    if (age_s := parse_age(text)) is None:
+        raise _unexpected(text, "an age such as 90s, 30m, 1h or 7d")
+    return age_s
+
+
 def retention(text: str) -> Retention:
     """A number of states, or an age such as 90s, 30m, 1h or 7d."""
     if text.isdecimal() and text.isascii():

@@ -260,10 +260,10 @@ class BadChangeFile:
 
 class Compactions:
     """Runs `tableside compact` when deltas exceed a share `at` of the version's bytes (0: never), one at a
-    time."""
+    time. keep_s: versions that were live in so many seconds stay."""
 
-    def __init__(self, model: Model, at: float) -> None:
-        self._model, self._at = model, at
+    def __init__(self, model: Model, at: float, keep_s: float) -> None:
+        self._model, self._at, self._keep_s = model, at, keep_s
         self._running: subprocess.Popen[str] | None = None
 
     def look(self, applied: ApplyResult) -> None:
@@ -276,6 +276,7 @@ class Compactions:
         _command_log.info("%s: changes take more than %g of version %d; compacting", *told)
         command = [sys.executable, "-m", "tableside", "compact", self._model.name]
         command += ["--root", str(self._model.root)]
+        command += ["--keep-for", f"{self._keep_s:.0f}s"] if self._keep_s else []
         command += [] if self._model.owner is None else ["--owner", self._model.owner]
         self._running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -32,6 +32,7 @@ from tableside.serving.cli.arguments import (
     add_headers,
     add_json,
     add_keep_states,
+    age,
     count,
     size,
     state,
@@ -221,15 +222,17 @@ def activate(options: argparse.Namespace) -> int:
 
 
 def compact_model(options: argparse.Namespace) -> int:
-    """Makes the live version and its deltas the next version."""
+    """Makes the live version and its deltas the next version; removes older versions beyond --keep."""
     model = published(options)
     with progress_bar(f"compacting {options.model}") as progress:
         done = compact(model, ApplySettings(threads=options.threads), progress)
+    removed = [] if done is None else model.collect(options.keep, options.keep_for)
     if options.json:
         state = state_of(model.record()) if done is None else done.state
         found = {"model": model.name, "compacted": done is not None, "version": state.version}
         keys = ("rows", "merged", "expired", "evicted", "segment_bytes", "seconds")
-        print_json(found | {key: None if done is None else getattr(done, key) for key in keys})
+        found |= {key: None if done is None else getattr(done, key) for key in keys}
+        print_json(found | {"removed": list(map(str, removed))})
         return 0
     if done is None:
         console.print(
@@ -242,6 +245,8 @@ def compact_model(options: argparse.Namespace) -> int:
         f"{dropped * bool(done.expired + done.evicted)}{mb(done.segment_bytes)} in {done.seconds:.2f} s, "
         f"{done.segment_bytes / done.seconds / 1e9:.2f} GB/s"
     )
+    for path in removed:
+        console.print(f"removed {path}")
     return 0
 
 
@@ -377,5 +382,9 @@ def add_commands(command: AddCommand) -> None:
 
     p = command("compact", compact_model, "make a version of the live one and the changes over it")
     p.option("model")
+    p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)
+    p.option(
+        "--keep-for", "keep those too that were live in this time, as 1h", type=age, default=0, metavar="AGE"
+    )
     p.option("--threads", "(default: one a core)", type=count(0), default=0)
     add_json(p)

@@ -223,7 +223,8 @@ def follow(options: argparse.Namespace) -> int:
         options.source, options.name, options.table or _only_table(header), options.start, stop,
         options.every_s if header.is_over_hosts else 0.0, header.string_tables,
     )  # fmt: skip
-    told, compactions = _BatchReport(model.name, options.json), Compactions(model, options.compact_at)
+    told = _BatchReport(model.name, options.json)
+    compactions = Compactions(model, options.compact_at, options.keep_states.age_s)
 
     def applied(step: Step) -> None:
         told(step)

@@ -136,13 +136,15 @@ def test_what_commands_do_as_json(folder: Path, root: Path, capsys: pytest.Captu
         "model": "m",
         "compacted": False,
         "version": 2,
+        "removed": [],
     }
     values = dict(np.load("c.npz"))
     values["user"][3] += 1
     np.savez("c.npz", **values)
     changed = do("load", "m.toml", "--as-delta", keys="load --as-delta")
     assert (changed["version"], changed["changed_rows"], changed["compared_rows"]) == (2, 1, 159)
-    done = do("compact", "m")
+    done = do("compact", "m", "--keep", "1")
+    assert done["removed"] == []
     assert (done["compacted"], done["version"], done["rows"], done["merged"]) == (True, 3, 159, 1)
     assert do("gc", "--keep", "0")["removed"] == [segments[1]]
     flip_bit(root / "m" / "3.segment", (root / "m" / "3.segment").stat().st_size // 2)
