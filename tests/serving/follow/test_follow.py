@@ -201,12 +201,16 @@ def test_servers_come_first(
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, os.nice(0) + more)
 
 
+@pytest.mark.parametrize("keep", [(), ("--keep-states", "1h")])
 @pytest.mark.thorough
-def test_changes_are_compacted_where_they_add_up(model: Model, tmp_path: Path, root: Path) -> None:
-    """In a process beside the follower, which goes on with the new version."""
+def test_changes_are_compacted_where_they_add_up(
+    model: Model, tmp_path: Path, root: Path, keep: tuple[str, ...]
+) -> None:
+    """In a process beside the follower, which goes on with the new version. One version stays beside the live
+    one, and those of states that are to be kept."""
     name, number = f"folder:{tmp_path}", 0
-    with following(root, str(tmp_path), "--every-s", 0.1, "--compact-at", "1e-9") as process:
-        while model.record().current == 1 or number < 4:
+    with following(root, str(tmp_path), "--every-s", 0.1, "--compact-at", "1e-9", *keep) as process:
+        while model.record().current < 3 or number < 4:
             number += 1
             put(tmp_path, number, [number % 50])
             until_applied(model, name, str(number))
@@ -215,23 +219,6 @@ def test_changes_are_compacted_where_they_add_up(model: Model, tmp_path: Path, r
         assert process.returncode == 0, said
     assert position_of(model, name) == str(number)
     assert "changes take more than 1e-09 of version 1; compacting" in said and "demo version 2" in said
-
-
-@pytest.mark.parametrize("keep", [(), ("--keep-states", "1h")])
-@pytest.mark.thorough
-def test_versions_of_compactions_go_once_no_state_of_theirs_is_kept(
-    model: Model, tmp_path: Path, root: Path, keep: tuple[str, ...]
-) -> None:
-    """One stays beside the live one, and those of states that are to be kept."""
-    name, number = f"folder:{tmp_path}", 0
-    with following(root, str(tmp_path), "--every-s", 0.1, "--compact-at", "1e-9", *keep) as process:
-        while model.record().current < 3:
-            number += 1
-            put(tmp_path, number, [number % 50])
-            until_applied(model, name, str(number))
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
     current = model.record().current
     assert model.versions() == [*range(1 if keep else current - 1, current + 1)]
 
