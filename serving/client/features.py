@@ -128,7 +128,8 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
             isinstance(b, list | tuple | np.ndarray) for b in value
         ):
             raise FeatureError(
-                f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths)"
+                f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths); of one id a bag: "
+                "[[id] for id in ids]"
             )
         try:
             given = [*chain.from_iterable(value)]
@@ -142,6 +143,7 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
     if ids.ndim != 2:
         raise FeatureError(
             f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)"
+            + "; of one id a bag: ids[:, None]" * (ids.ndim == 1)
         )
     return _Rectangle(ids)
 

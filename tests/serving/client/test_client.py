@@ -75,9 +75,9 @@ def test_errors_carry_status_and_message(server: Any) -> None:
                 client.lookup("demo", {"user": bad})
         with pytest.raises(FeatureError, match=r"user.lengths: values do not fit in int32"):
             client.lookup("demo", {"user": Jagged([1], np.array([2**40]))})
-        with pytest.raises(FeatureError, match=r"user: shape \[3\]; expected \[bags, ids a bag\]"):
+        with pytest.raises(FeatureError, match=r"shape \[3\]; expected \[bags, ids a bag\].*ids\[:, None\]"):
             client.lookup("demo", {"user": np.arange(3)})
-        with pytest.raises(FeatureError, match="expected a list of bags"):
+        with pytest.raises(FeatureError, match=r"expected a list of bags.*\[\[id\] for id in ids\]"):
             client.lookup("demo", {"user": [1, 2]})
         assert client.lookup("demo", {"user": []})["user"].shape == (0, 64)
 
