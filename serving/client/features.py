@@ -128,8 +128,8 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
             isinstance(b, list | tuple | np.ndarray) for b in value
         ):
             raise FeatureError(
-                f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths); of one id a bag: "
-                "[[id] for id in ids]"
+                f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths); "
+                "of one id a bag: [[id] for id in ids]"
             )
         try:
             given = [*chain.from_iterable(value)]
