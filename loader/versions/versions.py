@@ -192,16 +192,13 @@ class Model(PublishedModel):
                 record = self.record()
                 lived = sorted(v for v in self._lived(record) if v != record.current)
                 never = [v for v in self.versions() if v not in lived and v < record.current]
-                old = self._replaced(lived, record.current, age_s)[: max(0, len(lived) - keep)]
+                old = lived[: max(0, len(lived) - keep)]
+                if age_s:
+                    after = dict(zip(lived, [*lived[1:], record.current], strict=True))
+                    since = time.time() - age_s
+                    old = [v for v in old if os.stat(self.path(after[v])).st_mtime < since]
                 removed += self._unlink(folder, never + old)
         return removed + self._forget_redis()
-
-    def _replaced(self, lived: list[int], current: int, age_s: float) -> list[int]:
-        """Returns the versions in whose place the next one came more than `age_s` seconds ago."""
-        if not age_s:
-            return lived
-        made = [os.stat(self.path(version)).st_mtime for version in (*lived, current)]
-        return [v for v, after in zip(lived, made[1:], strict=True) if after < time.time() - age_s]
 
     def mark_damaged(self, version: int, file: str = "") -> None:
         """Marks a version as damaged, for all processes. file: the damaged one; other versions that have it

@@ -3,6 +3,7 @@ version."""
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from changing import Oracle
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch
 from tableside.loader.deltas.compact import compact
+from tableside.loader.load.load import Loaded
 from tableside.loader.segment.delta import delta_name
 from tableside.loader.versions.retention import DEFAULT, Retention, collect_states
 from tableside.loader.versions.states import (
@@ -133,3 +135,22 @@ def test_a_state_is_named_by_its_delta_or_is_the_newest(root: Path, oracle: Orac
     model, version = oracle.model, oracle.model.current()
     assert version is not None
     assert [resolve(model, version, n) for n in (0, 1, None)] == [State(version, n) for n in (0, 1, 2)]
+
+
+def test_versions_live_not_long_ago_stay_beside_the_newest(
+    publish: Callable[..., Loaded], root: Path
+) -> None:
+    """By when the next one came in their place, also where an older one is live again."""
+    for _ in range(4):
+        publish({"a": np.zeros((4, 4), np.float32)})
+    model = Model(root, "demo")
+    for version, hours in ((1, 5), (2, 4), (3, 2)):
+        made = time.time() - 3600 * hours
+        os.utime(model.path(version), (made, made))
+    model.activate(1)
+    model.collect(1, 3 * 3600)
+    assert model.versions() == [1, 2, 3, 4]  # 2 was live until 3 came
+    model.collect(1, 3600)
+    assert model.versions() == [1, 3, 4]
+    model.collect(1)
+    assert model.versions() == [1, 4]
