@@ -20,9 +20,8 @@ class Sum(Scorer):
     inputs = (ScorerInput("user", "user", 8), ScorerInput("context", None, 3), ScorerInput("item", "item", 6))
 
     def run(self, arrays: list[Floats]) -> Floats:
-        with np.errstate(
-            over="ignore"
-        ):  # drawn values may add up to more than float32 holds; the score is refused then
+        # Drawn values may add up to more than float32 holds, or to no number; the score is refused then.
+        with np.errstate(over="ignore", invalid="ignore"):
             found: Floats = sum(a.sum(1, dtype=np.float32) for a in arrays).astype(np.float32)  # type: ignore[union-attr]
         return found
 
