@@ -12,7 +12,7 @@ from tableside.serving.cluster.known import KnownStates
 from tableside.serving.errors import UNUSABLE, not_found
 from tableside.serving.model.engine import Engine
 
-KEPT_S, _LOOK_S = 3.0, 1.0  # that a state stays after it was asked for; between two looks
+KEPT_S, _LOOK_S = 10.0, 1.0  # that a state stays after it was asked for; between two looks
 _Key = tuple[str, HostsState]
 
 
@@ -47,17 +47,24 @@ class KeptStates:
         return held.segment
 
     async def segment(self, engine: Engine, state: HostsState) -> Segment:
-        """Returns a state, attached. ApiError 404: it is not here."""
+        """Returns a state, attached: the same files to all who ask while it is kept. ApiError 404: it is not
+        here."""
         key = engine.model.name, state
-        if (held := self._held.get(key)) is None:
-            held = self._held[key] = _Held(await self._attached(engine, state), engine.model)
-            for delta in held.segment.deltas:
-                delta.hold()  # for this host's other workers
-            if not self._is_forgetting:
-                self._is_forgetting = True
-                asyncio.get_running_loop().call_later(_LOOK_S, self._forget)
+        if key not in self._held:
+            found = await self._attached(engine, state)
+            if key not in self._held:  # nobody else attached it meanwhile, perhaps by files merged since
+                self._keep(key, found, engine.model)
+        held = self._held[key]
         held.asked_at = time.monotonic()
         return held.segment
+
+    def _keep(self, key: _Key, segment: Segment, model: Model) -> None:
+        self._held[key] = _Held(segment, model)
+        for delta in segment.deltas:
+            delta.hold()  # for this host's other workers
+        if not self._is_forgetting:
+            self._is_forgetting = True
+            asyncio.get_running_loop().call_later(_LOOK_S, self._forget)
 
     async def _attached(self, engine: Engine, wanted: HostsState) -> Segment:
         live = engine.served().segment

@@ -1,5 +1,6 @@
 """Which state a server of the whole takes, and what its owners keep for it."""
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -28,12 +29,14 @@ from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.load.load import load
 from tableside.loader.load.share import share_of
+from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.cluster.agreed import NotAgreed
 from tableside.serving.cluster.describe import remote_tables
+from tableside.serving.http.v2.kept_states import KeptStates
 from tableside.serving.modules.published import ModuleSource, PublishedTables
 
 
@@ -306,6 +309,22 @@ def test_a_named_version_is_answered_from_a_state_that_owners_have(owners: Serve
         door.attach_explicit(2)
     hosts.apply(hosts.owners, changes)
     assert door.attach_explicit(2).version == 2
+
+
+def test_all_who_ask_for_a_state_at_once_get_the_same_files(owners: Server, tmp_path: Path) -> None:
+    """A follower may merge them between two attachments, and who moves rows reads files that it was named."""
+    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
+    for hosts.number in (1, 2, 3):
+        hosts.apply(hosts.owners, hosts.changes())
+        if hosts.number == 2:
+            state = attach_state(hosts.owners[0]).hosts_state()
+    engine, kept = engine_of(hosts.owners[0].root, hosts.owners[0].name), KeptStates()
+
+    async def ask() -> list[Segment]:
+        return await asyncio.gather(*(kept.segment(engine, state) for _ in range(3)))
+
+    first, *others = asyncio.run(ask())
+    assert first.hosts_state() == state and all(other is first for other in others)
 
 
 def test_states_that_other_hosts_read_are_kept_for_all_workers(tmp_path: Path) -> None:
