@@ -33,6 +33,7 @@ from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.statistics import Statistics
 from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.row_format import GPU_ALIGNMENT
 
 T = TypeVar("T")
 DEVICE = torch.device("cuda:0")
@@ -57,13 +58,15 @@ class Workload:
         batches: int,
         bag_length: int = 1,
         seed: int = 0,
+        alignment: int = GPU_ALIGNMENT,
     ) -> None:
         self.tables, self.rows, self.ids, self.bag_length = tables, rows, ids, bag_length
         self.generator = torch.Generator(device=DEVICE).manual_seed(seed)
-        name = f"{tables}x{rows}"
+        name = f"{tables}x{rows}x{alignment}"
         if not (root / name).exists():
             console.print(f"making {tables} tables of {rows:,} rows")
-            publish_random(root, name, {f"t{i:02}": (rows, DIM, "int8") for i in range(tables)})
+            shapes = {f"t{i:02}": (rows, DIM, "int8") for i in range(tables)}
+            publish_random(root, name, shapes, alignment=alignment)
         self.segment = Model(root, name).attach(verify="header")
         self.registration = Registration(self.segment, DEVICE)
         self.batches = [self.draw(zipf) for _ in range(batches)]

@@ -6,6 +6,7 @@
                                                 # rows, 10 % cached
     python benchmarks/gpu_cache.py --wide       # the same, 400 M rows (57 GB), 5 % cached
     python benchmarks/gpu_cache.py --shift      # hit rates while the hot ids move, with a scan in it
+    python benchmarks/gpu_cache.py --tight      # rows padded in host memory beside rows that are not
     python benchmarks/gpu_cache.py --hybrid     # a static split, where every id is as likely as any other
 
 Every batch is new, drawn by Zipf's law over the rows; times are medians of steady state. Both are called
@@ -46,6 +47,7 @@ from common import console, report, shared_folder
 from device_lookup import DeviceLookup
 
 from tableside.quant.cache.settings import Policy
+from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT
 
 WIDE_BYTES, GATHERERS = (
     4 << 30,
@@ -202,6 +204,30 @@ def hybrid(work: Workload) -> list[dict[str, Any]]:
     return found
 
 
+def tight(root: Path) -> list[dict[str, Any]]:
+    """Rows padded to 4 bytes in host memory beside rows padded to 16, with as many slots, in turns."""
+    found = []
+    for tables, rows, ids, share, bag_length in (
+        (26, 500_000, 4096 * 20, 0.05, 20),
+        (26, 500_000, 4096 * 20, 0.2, 20),
+        (1, 60_000_000, 262_144, 0.1, 1),
+    ):
+        how = root, tables, rows, ids, 1.05, WARM + TIMED + FRESH, bag_length
+        works = {a: Workload(*how, alignment=a) for a in ALIGNMENTS}
+        reference = works[GPU_ALIGNMENT].uncached(in_hbm=True)
+        threads = GATHERERS if works[GPU_ALIGNMENT].segment.size >= WIDE_BYTES else 0
+        for alignment in (*ALIGNMENTS, *reversed(ALIGNMENTS)):
+            work = works[alignment]
+            row = measure_ours(work, share, Policy.LFU, reference, 0, gather_threads=threads)
+            stored = work.segment.header.tables[0]
+            label = {"tables": tables, "rows": rows, "cached": f"{share:.0%}", "CPU threads": threads}
+            found.append({**label, "row bytes": stored.row_bytes, "GB": work.segment.size / 1e9, **row})
+            console.print(found[-1])
+            torch.cuda.empty_cache()
+        del works, reference
+    return found
+
+
 def shift(work: Workload) -> list[dict[str, Any]]:
     """100 batches; every 25 a fifth of the hot ids moves away; batches 50 to 59 are half a scan over the
     table."""
@@ -259,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("tables", "keys", "wide", "shift", "hybrid"):
+    for name in ("tables", "keys", "wide", "tight", "shift", "hybrid"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     with shared_folder() as root:
@@ -296,6 +322,8 @@ def measure(options: argparse.Namespace, root: Path) -> None:
             gpu=gpu,
         )
         del work
+    if options.tight:
+        report("gpu_cache_tight", "rows padded in host memory, and not", tight(root), gpu=gpu)
     if options.shift:
         work = Workload(root, 1, 10_000_000, 262_144, 1.05, 1)
         report("gpu_cache_shift", "hit rates while hot ids move, with a scan", shift(work), gpu=gpu)

@@ -11,17 +11,23 @@ from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
+from tableside.quant.row_format import GPU_ALIGNMENT
 
 
 def publish_random(
-    root: Path, name: str, tables: dict[str, tuple[int, int, str]], pooling: str = "sum", seed: int = 0
+    root: Path,
+    name: str,
+    tables: dict[str, tuple[int, int, str]],
+    pooling: str = "sum",
+    seed: int = 0,
+    alignment: int = GPU_ALIGNMENT,
 ) -> None:
     """Publishes tables of name -> (rows, dim, row format) with one feature each. Every row differs from
     its neighbours."""
     model, backend = Model(root, name), choose()
     with model.loading() as version:
         plan = plan_tables(
-            StoredTable(rows, RowFormat.parse(f).row_bytes(dim), 0, 1, 0, name, name, f, dim)
+            StoredTable(rows, RowFormat.parse(f).row_bytes(dim, alignment), 0, 1, 0, name, name, f, dim)
             for name, (rows, dim, f) in tables.items()
         )
         header = Header(name, version, "benchmark", plan, tuple(FeatureSpec(t, t, pooling) for t in tables))

@@ -1,6 +1,7 @@
 """Rows padded to 4 bytes beside rows padded to 16: bytes of a table, and rows/s of one core.
 
-    python benchmarks/row_alignment.py        # docs/costs.md shows it
+    python benchmarks/row_alignment.py             # docs/costs.md shows it
+    python benchmarks/row_alignment.py --segments  # bytes of the examples' segments
 
 As many rows as take `--gib` GiB at 16; uniform ids, sums of 20 a bag, 4,096 bags a call; anonymous memory in
 2 MiB pages where the machine gives them. Both hold the same rows, and give the same vectors bit for bit
@@ -9,12 +10,16 @@ before they are timed, in turns.
 
 import argparse
 import mmap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import alternate, console, report
+from common import alternate, console, report, shared_folder
 from cpu_lookup import aligned
+from make_model import publish_random
 
+from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, LookupKind, Pooling, RowFormat, Source, Table, choose
 from tableside.quant.cpu import native as native_backend
 from tableside.quant.row_format import ALIGNMENTS
@@ -81,12 +86,40 @@ def measure(row_format: RowFormat, dim: int, gib: float) -> dict[str, Any]:
     }
 
 
+EXAMPLES = {  # tables' rows, dim and row format, as the examples publish them
+    "demo": [(800_000, 64, "int8"), (400_000, 64, "int4"), (200_000, 128, "fp8"), (5_000, 32, "fp16")],
+    "dlrm": [(4_000, 32, "int8"), (2_000, 32, "int8"), (50, 32, "int8")],
+    "live": [(2_000, 16, "int8"), (1_000, 16, "int8")],
+    "minilm": [(30_522, 384, "int8")],
+    "ngram": [(32_708, 32, "int8")],
+    "torchrec": [(2_000_000, 64, "int8"), (60_000, 64, "int8")],
+}
+
+
+def segments(root: Path) -> Iterator[dict[str, Any]]:
+    """Yields the bytes of each example's segment with each alignment, and of its rows without any."""
+    for name, tables in EXAMPLES.items():
+        exact = sum(rows * RowFormat.parse(f).used_bytes(dim) for rows, dim, f in tables)
+        found: dict[str, Any] = {"example": name, "bytes of values": exact}
+        for alignment in ALIGNMENTS:
+            named = {f"t{n}": of for n, of in enumerate(tables)}
+            publish_random(root, f"{name}-{alignment}", named, alignment=alignment)
+            found[f"bytes at {alignment}"] = Model(root, f"{name}-{alignment}").attach(verify="header").size
+        yield found | {"times the values": found["bytes at 4"] / exact}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gib", type=float, default=2.0, help="of the padded table (default: %(default)s)")
+    parser.add_argument("--segments", action="store_true")
     options = parser.parse_args()
+    if options.segments:
+        with shared_folder() as root:
+            found = list(segments(root))
+        report("segment_bytes", "segments of the examples, rows padded to 4 bytes and to 16", found)
+        return
     rows = []
     for row_format in (RowFormat.INT8, RowFormat.INT4, RowFormat.INT2):
         for dim in (16, 32, 64, 128):

@@ -34,6 +34,7 @@ from tableside.quant.cache.tickets import BatchesInFlight, InFlightBatch, Ticket
 from tableside.quant.device.device import Device
 from tableside.quant.device.launch import Jobs
 from tableside.quant.errors import QuantError
+from tableside.quant.row_format import device_row_bytes
 
 _MOST_MISSED = (2**31 - 1) * UNIT_BYTES  # bytes of rows that a batch may miss
 _WARM_IDS = 1 << 16  # of one batch
@@ -250,7 +251,7 @@ class Cache:
         counts stay. Ignores rows that are not cached. Waits for the device. rows, successors: int64 [n], row
         numbers of each table, distinct. QuantError: the row sizes differ."""
         with self._working():
-            sizes = [self._tables[n].row_bytes for n in (number, successor)]
+            sizes = [device_row_bytes(self._tables[n].row_bytes) for n in (number, successor)]
             if sizes[0] != sizes[1]:
                 raise QuantError(
                     f"rows of {sizes[0]} bytes cannot become rows of {sizes[1]} bytes; fetch them with `warm`"

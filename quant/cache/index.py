@@ -20,6 +20,7 @@ from tableside.quant.cache.pages import Pages
 from tableside.quant.cache.pipeline import Pipeline
 from tableside.quant.cache.tables import Tables
 from tableside.quant.cache.tickets import BatchesInFlight
+from tableside.quant.row_format import device_row_bytes
 
 _SLOTS = 1024  # that a program of `link_all` and `forget` takes at once
 _HANDED_OVER = 1 << 22  # rows at once; each takes some 40 bytes of the device for that moment
@@ -39,11 +40,9 @@ class Index:
 
     def register(self, address: int, rows: int, row_bytes: int, name: str) -> int:
         """Adds a table and returns its number. QuantError: its rows fit no page, or are of too many sizes."""
-        known = len(self._pages.classes)
-        row_class = self._pages.class_of(row_bytes)
-        if row_class == known:
-            self._pipeline.fit_rows(self._pages.widest)
+        row_class = self._pages.class_of(device_row_bytes(row_bytes))
         number = self._tables.add(name, address, rows, row_bytes, row_class)
+        self._pipeline.fit_rows(self._pages.widest, self._tables.are_tight)
         try:
             if self._pages.assign(self._tables.rows_of_classes(len(self._pages.classes))):
                 self.relink()

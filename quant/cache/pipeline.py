@@ -69,26 +69,30 @@ _ROW_WARPS = 8
 
 class Kernels:
     """The kernels of a cache, with their constants. rows: a program copies at once (fewer if wide).
-    probe_block: ids a program of `find` takes at once."""
+    widest_row_bytes: of slots; is_tight: rows of a table are not padded in host memory; probe_block: ids a
+    program of `find` takes at once."""
 
-    def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, probe_block: int) -> None:
+    def __init__(
+        self, is_lfu: bool, gathers: bool, widest_row_bytes: int, is_tight: bool, probe_block: int
+    ) -> None:
         words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
         self.rows = _TILE_WORDS // words
         ids, lfu, lanes = {"BLOCK": probe_block}, {"LFU": is_lfu}, {"CLASS_LANES": CLASSES}
         tile = {"ROWS": self.rows, "WORDS": words}
+        fetch_tile = {**tile, "TIGHT": is_tight}
         self.begin = Kernel(batch.begin, 1, **lanes)
         self.probe = Kernel(find.probe, 1, **lfu, **ids)
         self.enumerate_misses = Kernel(find.enumerate_misses, 4, **lfu, FLAGS=FLAGS)
         self.list_rows = Kernel(fetch.list_rows, 4, BLOCK=_MISSES)
         self.copy_gathered = Kernel(fetch.copy_gathered, _ROW_WARPS, CHUNKS=_CHUNKS)
-        self.fetch_misses = Kernel(fetch.fetch_misses, _ROW_WARPS, GATHERS=gathers, REST=False, **tile)
+        self.fetch_misses = Kernel(fetch.fetch_misses, _ROW_WARPS, GATHERS=gathers, REST=False, **fetch_tile)
         self.choose_threshold = Kernel(admit.choose_threshold, 8, **lfu, SAMPLE=_SAMPLE, **lanes)
         self.rank_admitted = Kernel(admit.rank_admitted, 4, **lfu, BLOCK=_MISSES)
         self.evict = Kernel(evict.evict, 1, ANY=False, **lfu, BLOCK=_SLOTS, **lanes)
         self.evict_any = Kernel(evict.evict, 1, ANY=True, **lfu, BLOCK=_SLOTS, **lanes)
         self.unlink = Kernel(evict.unlink, 4, BLOCK=_UNLINKED)
         self.insert = Kernel(admit.insert, 4, **lfu, BLOCK=_INSERTED)
-        self.fetch_rest = Kernel(fetch.fetch_misses, _ROW_WARPS, GATHERS=False, REST=True, **tile)
+        self.fetch_rest = Kernel(fetch.fetch_misses, _ROW_WARPS, GATHERS=False, REST=True, **fetch_tile)
         self.resolve = Kernel(find.resolve, 1, **ids)
         self.fill_slots = Kernel(fetch.fill_slots, _ROW_WARPS, **tile)
         self.end = Kernel(batch.end, 4, BLOCK=_MISSES)
@@ -132,12 +136,12 @@ class Pipeline:
         if settings.gather_threads:
             size = min(staging_bytes, _MOST_GATHERED_BYTES)
             self._gather = HostGather(_MOST_GATHERED, size, settings.gather_threads, streams.device)
-        self.fit_rows(smallest_row_bytes)
+        self.fit_rows(smallest_row_bytes, False)
 
-    def fit_rows(self, widest_row_bytes: int) -> None:
-        """Takes kernels for rows up to this size."""
+    def fit_rows(self, widest_row_bytes: int, is_tight: bool) -> None:
+        """Takes kernels for slots up to this size, and for rows as they are in host memory."""
         is_lfu, gathers = self._settings.policy.is_lfu, self._gather is not None
-        self.kernels = Kernels(is_lfu, gathers, widest_row_bytes, self._block)
+        self.kernels = Kernels(is_lfu, gathers, widest_row_bytes, is_tight, self._block)
 
     def root_fields(self) -> dict[Root, int]:
         """The record's fields for the CPU's gathering."""

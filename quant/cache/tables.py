@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tableside.quant.cache.kernels.state import GROUP_WORDS, ID_BITS, ROWS_PER_FLAG, TableCounter, TableField
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
+from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT, device_row_bytes
 
 FLAGS = 1  # dirty flags that one program of `enumerate_misses` takes
 _LEAST_COUNTED = 64  # tables that counters have room for
@@ -19,7 +20,7 @@ _LEAST_COUNTED = 64  # tables that counters have room for
 @dataclass(frozen=True)
 class CachedTable:
     """A table, its class, and its maps of misses, as `TableField` says. address: of row 0 for the device.
-    misses: int32 [words, 2]; dirty: int32 [flags]."""
+    row_bytes: there. misses: int32 [words, 2]; dirty: int32 [flags]."""
 
     name: str
     address: int
@@ -97,8 +98,13 @@ class Tables:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the rows of all tables."""
-        return sum(t.rows * t.row_bytes for t in self._tables.values())
+        """Bytes of the rows of all tables, padded as they are fetched."""
+        return sum(t.rows * device_row_bytes(t.row_bytes) for t in self._tables.values())
+
+    @property
+    def are_tight(self) -> bool:
+        """Whether rows of a table are not padded in host memory."""
+        return any(t.row_bytes % GPU_ALIGNMENT for t in self._tables.values())
 
     @property
     def map_bytes(self) -> int:
@@ -129,11 +135,11 @@ class Tables:
 
 def check_table(rows: int, row_bytes: int) -> None:
     """QuantError: no cache can take such a table."""
-    if not 0 < rows <= 1 << ID_BITS or row_bytes % 16 or row_bytes <= 0:
+    alignment = min(ALIGNMENTS)
+    if not 0 < rows <= 1 << ID_BITS or row_bytes % alignment or row_bytes <= 0:
         raise QuantError(
             f"a table of {rows:,} rows of {row_bytes} bytes cannot be cached; expected 1 to {1 << ID_BITS:,} "
-            "rows of a "
-            "multiple of 16 bytes"
+            f"rows of a multiple of {alignment} bytes"
         )
 
 

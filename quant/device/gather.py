@@ -17,7 +17,7 @@ _HEAD = 2  # int64 values before the addresses in a list
 class HostGather:
     """A list of at most `rows` rows and a page-locked buffer of `size` bytes, filled by `threads` CPU
     threads. list: int64 [2 + rows + rows / 2], written by the cache's kernel `list_rows`: number of rows,
-    their bytes, each row's address in 48 bits with its length (16-byte units) above, then each row's place in
+    their bytes, each row's address in 48 bits with its length (4-byte words) above, then each row's place in
     the buffer (int32, 16-byte units)."""
 
     def __init__(self, rows: int, size: int, threads: int, device: Device) -> None:

@@ -26,6 +26,7 @@ from tableside.quant.gpu.ahead import CompiledKernel, compile_all, has_driver
 from tableside.quant.gpu.kernels.wanted import KernelKey, WantedKernels
 from tableside.quant.gpu.residence.registry import CHOICES, KINDS, is_by_cpu
 from tableside.quant.installed import version_of
+from tableside.quant.row_format import device_row_bytes
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
@@ -51,17 +52,17 @@ def kernels_wanted(
 ) -> WantedKernels:
     """Returns the kernels that a version launches in a placement; auto: in any. is_lfu: the cache's policy.
     gathers: whether the CPU gathers misses; both if cores decide. tensors: also those of PyTorch modules."""
-    features = segment.header.features
+    features, tables = segment.header.features, segment.tables.values()
     poolings = {Pooling.parse(f.pooling) for f in features}
     kinds = [KINDS[name] for name in CHOICES[placement].kinds]
     is_cached = any(kind.is_cached for kind in kinds)
     return WantedKernels(
-        KernelKey.of(*segment.tables.values()),
+        KernelKey.of(*tables),
         pooled=poolings != {Pooling.NONE},
         unpooled=Pooling.NONE in poolings,
-        has_maps=any(t.row_map is not None for t in segment.tables.values()),
+        has_maps=any(t.row_map is not None for t in tables),
         is_indirect=tuple(sorted({kind.is_indirect for kind in kinds})),
-        cached_row_bytes=tuple(sorted({t.row_bytes for t in segment.tables.values()})) if is_cached else (),
+        cached_row_bytes=tuple(sorted({device_row_bytes(t.row_bytes) for t in tables})) if is_cached else (),
         gathers=gathers if is_cached else (),
         is_lfu=is_lfu,
         is_followed=segment.header.scorer is not None,

@@ -14,8 +14,9 @@ from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.launch import Jobs
 from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.row_format import device_row_bytes
 
-SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 48)}  # rows, bytes of a row
+SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 44)}  # rows, bytes of a row
 
 
 class CachedTables:
@@ -67,7 +68,7 @@ class CachedTables:
             for id in wanted:
                 place, size = int(locations[at]), rows.shape[1]
                 start = (
-                    place * size
+                    place * device_row_bytes(size)
                     if place >= 0
                     else ticket.staging - self.cache.slots_address + 16 * (-2 - place)
                 )
@@ -81,7 +82,7 @@ class CachedTables:
         ticket.release()
 
     def check_integrity(self) -> None:
-        check(self.cache, lambda number, id: self.rows[number][id].numpy().tobytes())
+        check(self.cache, lambda number, id: padded(self.rows[number][id].numpy()))
 
     def mean_chain(self) -> float:
         """Mean length of the index's chains that are not empty."""
@@ -90,6 +91,11 @@ class CachedTables:
 
     def hits(self) -> int:
         return sum(t.hits for t in self.cache.statistics(wait=True).tables.values())
+
+
+def padded(row: np.ndarray) -> bytes:
+    """What a slot has of a row, uint8 [bytes]."""
+    return row.tobytes().ljust(device_row_bytes(row.size), b"\0")
 
 
 def jobs_of(ids: dict[int, np.ndarray], block: int) -> tuple[bytes, Jobs]:

@@ -25,12 +25,13 @@ def row_address(
 ) -> int:
     """Where a row lies. The arguments are those of the kernel's `_row_address`, for one id."""
     block, in_block = divmod(id, SPLIT_BLOCK)
+    padded = -(-row_bytes // _STAGING_UNIT) * _STAGING_UNIT  # outside of the table itself
     if id >= 0 and in_block < share:  # a split table's row that is in HBM
-        return hbm_rows + (block * share + in_block) * row_bytes
+        return hbm_rows + (block * share + in_block) * padded
     if location >= 0:  # in a slot of the cache
-        return hbm_rows + location * row_bytes
+        return hbm_rows + location * padded
     if location == -1:  # where the table lies
-        return (table + id * row_bytes) % 2**64
+        return (table + id * (row_bytes if id >= 0 else padded)) % 2**64
     return staging + (-2 - location) * _STAGING_UNIT  # fetched for this batch
 
 

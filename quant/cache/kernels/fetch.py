@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 
 from tableside.quant.cache.kernels import state as s
-from tableside.quant.cache.kernels.nodes import ID_BITS, host_row, i32, i64, miss_count, slot_of, table_at
+from tableside.quant.cache.kernels.nodes import (
+    ID_BITS,
+    host_row,
+    i32,
+    i64,
+    miss_count,
+    padded,
+    slot_of,
+    table_at,
+)
 from tableside.quant.cache.kernels.state import (
     ARRAY_LOCATIONS,
     ARRAY_MISSES,
@@ -30,27 +39,33 @@ from tableside.quant.device.launch import kernel
 
 UNIT_BYTES = tl.constexpr(s.UNIT_BYTES)
 LIST_HEAD = tl.constexpr(2)  # int64s of the list before its first row
-ADDRESS_BITS = tl.constexpr(48)  # of a listed row; above them the row's units
+ADDRESS_BITS = tl.constexpr(48)  # of a listed row; above them the row's words of 4 bytes
 NOT_STAGED = tl.constexpr(2**31 - 1)  # the unit of a row that has none: units ascend along the list
 
 
 @triton.jit
-def copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Copies rows of row_bytes [ROWS] between 16-aligned addresses [ROWS], WORDS of 4 bytes at once."""
+def copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr, TIGHT: tl.constexpr):
+    """Copies rows of row_bytes [ROWS] between 16-aligned addresses [ROWS], WORDS of 4 bytes at once. TIGHT:
+    the sources and bytes are multiples of 4, and rows are padded with zeros."""
     into = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)[:, None]
-    out_of = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)[:, None]
-    chunks = (row_bytes // 16)[:, None]
-    for first in range(0, tl.max(row_bytes, 0) // 4, WORDS):
+    out_of = source.to(tl.pointer_type(tl.int32))[:, None]
+    if not TIGHT:
+        out_of = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)[:, None]
+    chunks = (padded(row_bytes) // 16)[:, None]
+    for first in range(0, tl.max(padded(row_bytes), 0) // 4, WORDS):
         word = (first + tl.arange(0, WORDS))[None, :]
         is_word = word // 4 < chunks
-        tl.store(into + word, tl.load(out_of + word, is_word, 0), is_word)
+        is_read = is_word
+        if TIGHT:
+            is_read = word < (row_bytes // 4)[:, None]
+        tl.store(into + word, tl.load(out_of + word, is_read, 0), is_word)
 
 
 @kernel
 def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
     """Lists the rows for the CPU to gather, if there are many misses, as they will lie in the staging buffer.
     A program takes BLOCK misses a turn. Reads MISSES and LOCATIONS. Writes GATHERED_BYTES of the state and a
-    page-locked list: number of rows, their span in bytes, each row's address in ADDRESS_BITS with its units
+    page-locked list: number of rows, their span in bytes, each row's address in ADDRESS_BITS with its words
     above (0: nothing), then the unit of each row's place, ascending. The CPU reads it in stream order."""
     root = i64(root)
     state = i64(tl.load(root + ROOT_STATE))
@@ -70,11 +85,11 @@ def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
         at = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         is_row = at < gathered
         key = tl.load(i64(tl.load(root + ARRAY_MISSES)) + at, is_row, 0)
-        source, row_bytes = host_row(root, key, is_row)
+        source, row_bytes, slot_bytes = host_row(root, key, is_row)
         location = tl.load(i32(tl.load(root + ARRAY_LOCATIONS)) + at, is_row, -1)
         unit = tl.where(location < -1, -2 - location, NOT_STAGED)
-        is_gathered = (location < -1) & (unit.to(tl.int64) * UNIT_BYTES + row_bytes <= end)
-        entry = source | ((row_bytes // UNIT_BYTES) << ADDRESS_BITS)
+        is_gathered = (location < -1) & (unit.to(tl.int64) * UNIT_BYTES + slot_bytes <= end)
+        entry = source | ((row_bytes // 4) << ADDRESS_BITS)
         tl.store(listed + LIST_HEAD + at, tl.where(is_gathered, entry, 0), is_row)
         tl.store(units + at, unit, is_row)
 
@@ -104,6 +119,7 @@ def fetch_misses(
     REST: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
+    TIGHT: tl.constexpr,
 ):
     """Fetches missing rows from the host into the ticket's staging buffer, if they have room there.
     A program takes ROWS misses a turn and copies WORDS of 4 bytes of each at once. Reads MISSES, LOCATIONS
@@ -128,17 +144,17 @@ def fetch_misses(
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
         key = tl.load(i64(tl.load(root + ARRAY_MISSES)) + at, is_row, 0)
-        source, row_bytes = host_row(root, key, is_row)
+        source, row_bytes, slot_bytes = host_row(root, key, is_row)
         location = tl.load(i32(tl.load(root + ARRAY_LOCATIONS)) + at, is_row, -1)
         if REST:
             is_fetched = location >= 0
-            target = tl.load(root + ROOT_ARENA) + location.to(tl.int64) * row_bytes
+            target = tl.load(root + ROOT_ARENA) + location.to(tl.int64) * slot_bytes
         else:
             start = (-2 - location).to(tl.int64) * UNIT_BYTES
-            is_gathered = (at < tl.load(root + ROOT_GATHER_MOST)) & (start + row_bytes <= gathered)
+            is_gathered = (at < tl.load(root + ROOT_GATHER_MOST)) & (start + slot_bytes <= gathered)
             is_fetched = (location < -1) & (is_gathered == 0)
             target = tl.load(ticket + TICKET_STAGING) + start
-        copy_rows(target, source, tl.where(is_fetched, row_bytes, 0), ROWS, WORDS)
+        copy_rows(target, source, tl.where(is_fetched, row_bytes, 0), ROWS, WORDS, TIGHT)
 
 
 @kernel
@@ -154,7 +170,7 @@ def fill_slots(root: tl.int64, ticket: tl.int64, ROWS: tl.constexpr, WORDS: tl.c
         is_row = at < count
         node = tl.load(i32(tl.load(root + ARRAY_NODES)) + at, is_row, -1)
         key = tl.load(i64(tl.load(root + ARRAY_MISSES)) + at, is_row, 0)
-        row_bytes = tl.load(table_at(root, key >> ID_BITS) + TABLE_ROW_BYTES, is_row, 0)
+        row_bytes = padded(tl.load(table_at(root, key >> ID_BITS) + TABLE_ROW_BYTES, is_row, 0))
         start = (-2 - tl.load(i32(tl.load(root + ARRAY_LOCATIONS)) + at, is_row, -2)).to(
             tl.int64
         ) * UNIT_BYTES
@@ -162,4 +178,4 @@ def fill_slots(root: tl.int64, ticket: tl.int64, ROWS: tl.constexpr, WORDS: tl.c
             tl.load(root + ROOT_ARENA)
             + slot_of(root, tl.maximum(node, 0), node >= 0).to(tl.int64) * row_bytes
         )
-        copy_rows(target, staging + start, tl.where(node >= 0, row_bytes, 0), ROWS, WORDS)
+        copy_rows(target, staging + start, tl.where(node >= 0, row_bytes, 0), ROWS, WORDS, False)

@@ -14,6 +14,7 @@ from tableside.quant.cache.kernels.nodes import (
     i32,
     i64,
     miss_count,
+    padded,
     slot_of,
     table_at,
 )
@@ -128,7 +129,7 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
     misses = i64(tl.load(root + ARRAY_MISSES))
     scores = i32(tl.load(root + ARRAY_SCORES))
     locations = i32(tl.load(root + ARRAY_LOCATIONS))
-    units = tl.load(table + TABLE_ROW_BYTES) // UNIT_BYTES
+    units = padded(tl.load(table + TABLE_ROW_BYTES)) // UNIT_BYTES
     flags = i32(tl.load(table + TABLE_DIRTY))
     flag_count = (tl.load(table + TABLE_ROWS) + ROWS_PER_FLAG - 1) // ROWS_PER_FLAG
     for n in range(first_flag, tl.minimum(first_flag + FLAGS, flag_count)):

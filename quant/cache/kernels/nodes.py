@@ -29,6 +29,7 @@ NODE_BYTES, NODE_NEXT, NODE_USE = (
     tl.constexpr(s.NODE_NEXT),
     tl.constexpr(s.NODE_USE),
 )
+UNIT_BYTES = tl.constexpr(s.UNIT_BYTES)
 ID_BITS, ID_MASK = tl.constexpr(s.ID_BITS), tl.constexpr((1 << s.ID_BITS) - 1)
 HASH_BITS = tl.constexpr(31)
 COUNT_MASK = tl.constexpr(0xFFFFFFFF)  # of BatchState.MISSES: how many there are
@@ -121,10 +122,17 @@ def bit_count(word):
 
 @triton.jit
 def host_row(root, key, mask):
-    """Host addresses of the keys' rows, and their bytes."""
+    """Host addresses of the keys' rows, their bytes there, and those of their slots."""
     table = table_at(root, key >> ID_BITS)
     row_bytes = tl.load(table + TABLE_ROW_BYTES, mask, 0)
-    return tl.load(table + TABLE_ADDRESS, mask, 0) + (key & ID_MASK) * row_bytes, row_bytes
+    address = tl.load(table + TABLE_ADDRESS, mask, 0) + (key & ID_MASK) * row_bytes
+    return address, row_bytes, padded(row_bytes)
+
+
+@triton.jit
+def padded(row_bytes):
+    """Bytes of a row in a slot."""
+    return (row_bytes + (UNIT_BYTES - 1)) // UNIT_BYTES * UNIT_BYTES
 
 
 @triton.jit

@@ -88,7 +88,7 @@ class TableField(IntEnum):
 
     ADDRESS = 0  # of the first row, where the device reads it
     ROWS = 1
-    ROW_BYTES = 2
+    ROW_BYTES = 2  # there; slots and staging buffers have rows padded to UNIT_BYTES
     CLASS = 3
     MISSES = 4  # int32 [words, 2]: bits of the rows that the batch misses, and the rank of the first of them
     DIRTY = 5  # int32 [flags]: whether any of GROUP_WORDS words has bits

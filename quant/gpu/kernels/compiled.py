@@ -56,6 +56,7 @@ def lookup(
         UNROLL=config.unroll,
         COLUMNS=config.block_columns,
         LANES=config.lanes,
+        TIGHT=is_indirect and key.is_tight,
     )
 
 

@@ -60,25 +60,30 @@ _IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
 
 
 @triton.jit
-def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr):
+def _row_address(
+    id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr, TIGHT: tl.constexpr
+):
     """Returns the addresses of rows by id, int64, of the shape of `id`.
     id        the table's rows; negative: an overlay's, numbered to lie there (`quant.gpu.residence.layers`)
     table     address of row 0 in HBM or registered host memory, or of the first gathered row
+    row_bytes of the table; all others are padded to 16 bytes
     location  int64 (int32 in memory, written by the cache): >= 0: a slot; -1: in the table, or no cache;
           below: -2 minus the place in `staging`, in units of 16 bytes
     hbm_rows  address of the cache's slot 0, or of a split table's first HBM row
     share     rows of each SPLIT_BLOCK at `hbm_rows`, dense; 0: the table is not split
     staging   address of the in-flight batch's staging buffer
-    INDIRECT  a job of the launch has a cache or a split table"""
-    address = table + id * row_bytes
+    INDIRECT  a job of the launch has a cache or a split table
+    TIGHT     a table of it may not be padded"""
+    padded = row_bytes
+    if TIGHT:
+        padded = (row_bytes + 15) // 16 * 16
+    address = table + id * tl.where(id < 0, padded, row_bytes)
     if INDIRECT:
         in_block = id % _SPLIT_BLOCK
         is_in_hbm = (in_block < share) & (id >= 0)
         slot = tl.where(is_in_hbm, id // _SPLIT_BLOCK * share + in_block, location)
         staged = staging + (_IN_TABLE - 1 - slot) * _STAGING_UNIT
-        address = tl.where(
-            slot >= 0, hbm_rows + slot * row_bytes, tl.where(slot < _IN_TABLE, staged, address)
-        )
+        address = tl.where(slot >= 0, hbm_rows + slot * padded, tl.where(slot < _IN_TABLE, staged, address))
     return address
 
 
@@ -122,6 +127,7 @@ def pool(
     UNROLL: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
+    TIGHT: tl.constexpr,
     TENSORS: tl.constexpr,
 ):
     """Writes a program's COLUMNS columns of a job in FORMAT: the weighted sums of their bags.
@@ -228,6 +234,7 @@ def pool(
             id = id + (tl.where(is_named, found, (start + place_in_bag[r]).to(tl.int64)),)
         is_read = ()
         row = ()
+        is_tight = ()
         for r in tl.static_range(UNROLL):
             is_known = id[r].to(tl.uint64) < rows.to(tl.uint64)  # negative ids are large ones
             is_wrong = is_wrong | (in_bag[r] & (is_known == 0))
@@ -236,13 +243,24 @@ def pool(
             if INDIRECT:
                 is_located = is_read[r] & (place_in_bag[r] < located)
                 location = tl.load(places + (start + place_in_bag[r]), is_located, _IN_TABLE).to(tl.int64)
-            row = row + (_row_address(id[r], table, row_bytes, location, hbm_rows, share, staging, INDIRECT),)
+            row = row + (
+                _row_address(id[r], table, row_bytes, location, hbm_rows, share, staging, INDIRECT, TIGHT),
+            )
+            if TIGHT:
+                is_in_table = is_read[r] & (id[r] >= 0) & (location == _IN_TABLE)
+                is_tight = is_tight + (is_in_table.to(tl.int64) * (row_bytes % 16) != 0,)
         words = ()
         scale_bias = ()
         scales = ()
         for r in tl.static_range(UNROLL):
-            begin = tl.multiple_of((row[r] + chunk * (4 * WORDS)).to(tl.pointer_type(tl.int32)), 4 * WORDS)
-            words = words + (tl.load(begin[:, None] + word, is_read[r][:, None], NOTHING),)
+            at = (row[r] + chunk * (4 * WORDS)).to(tl.pointer_type(tl.int32))
+            begin = tl.multiple_of(at, 4 * WORDS)[:, None]
+            if TIGHT:  # which lie anywhere, and behind which no memory may be
+                is_word = (chunk[:, None] * WORDS + word) * 4 < row_bytes
+                loaded = tl.load(begin + word, (is_read[r] & (is_tight[r] == 0))[:, None], NOTHING)
+                words = words + (tl.load(at[:, None] + word, is_tight[r][:, None] & is_word, loaded),)
+            else:
+                words = words + (tl.load(begin + word, is_read[r][:, None], NOTHING),)
             if HAS_SCALE:
                 scales = scales + (scales_of(row[r], chunk, word, dim, is_read[r], FORMAT),)
             if HAS_BIAS:
@@ -334,6 +352,7 @@ def lookup(
     UNROLL: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
+    TIGHT: tl.constexpr,
 ):
     """Runs every job of a launch. FORMATS: a bit for each row format that is compiled.
     jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.placed`
@@ -375,5 +394,6 @@ def lookup(
                         UNROLL,
                         COLUMNS,
                         LANES,
+                        TIGHT,
                         False,
                     )

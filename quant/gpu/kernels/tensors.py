@@ -39,6 +39,7 @@ def look_up(
     UNROLL: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
+    TIGHT: tl.constexpr,
 ):
     """Runs every job of a call. FORMATS: a bit for each row format among the tables; only those are compiled.
     jobs            address of int64 [jobs, TENSOR_JOB_FIELDS], written by `quant.gpu.tensors.tensors`
@@ -77,6 +78,7 @@ def look_up(
                     UNROLL,
                     COLUMNS,
                     LANES,
+                    TIGHT,
                     True,
                 )
 

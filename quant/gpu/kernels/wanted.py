@@ -4,18 +4,25 @@ Triton."""
 from dataclasses import dataclass
 
 from tableside.quant.contract import Table
+from tableside.quant.row_format import GPU_ALIGNMENT
 
 
 @dataclass(frozen=True)
 class KernelKey:
     """Compile key of the lookup kernel. formats: a bit for each row format; whole_words: every dim is a
-    multiple of 4. Tables used together share a key, so the first use compiles all."""
+    multiple of 4; is_tight: rows in host memory may not be padded for the device. Tables used together share
+    a key, so the first use compiles all."""
 
     formats: int = 0
     whole_words: bool = True
+    is_tight: bool = False
 
     def __or__(self, other: "KernelKey") -> "KernelKey":
-        return KernelKey(self.formats | other.formats, self.whole_words and other.whole_words)
+        return KernelKey(
+            self.formats | other.formats,
+            self.whole_words and other.whole_words,
+            self.is_tight or other.is_tight,
+        )
 
     @classmethod
     def of(cls, *tables: Table) -> "KernelKey":
@@ -23,7 +30,8 @@ class KernelKey:
         formats = 0
         for table in tables:
             formats |= 1 << table.row_format
-        return cls(formats, all(t.dim % 4 == 0 for t in tables))
+        is_tight = any(t.row_bytes % GPU_ALIGNMENT for t in tables)
+        return cls(formats, all(t.dim % 4 == 0 for t in tables), is_tight)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,16 @@ from tableside.quant.contract import Table
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence.in_host_memory import InHostMemory
 from tableside.quant.gpu.residence.residence import Home, Planned, Residence, Room, TableSize
+from tableside.quant.row_format import ALIGNMENTS, device_row_bytes
 
 _SMALLEST_CACHE = 1 << 20  # bytes
 
 
 class Cached(InHostMemory):
-    """Rows read through the device's cache until this object goes; misses come from host memory."""
+    """Rows read through the device's cache until this object goes; misses come from host memory, and are
+    padded on their way."""
+
+    host_alignment = min(ALIGNMENTS)
 
     def __init__(self, home: Home, table: Table, rows: torch.Tensor | None, label: str = "") -> None:
         """label: for statistics. QuantError: there is no cache, or it cannot hold rows of this size."""
@@ -52,7 +56,7 @@ class Cached(InHostMemory):
                 f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} "
                 f"bytes; the budget leaves {max(0, budget):,}; give it more, or choose zero_copy"
             )
-        smallest = min(t.row_bytes for t in tables)
+        smallest = min(device_row_bytes(t.row_bytes) for t in tables)
         room.open_cache(budget - maps, smallest, room.cache_settings(sum(t.bytes for t in tables)))
         return Planned(0, make, kept_bytes=budget)
 

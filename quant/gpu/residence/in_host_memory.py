@@ -15,6 +15,7 @@ class InHostMemory(Residence):
     """Rows in host memory that the device reads there."""
 
     reads_host = True
+    host_alignment = GPU_ALIGNMENT
 
     def __init__(self, home: Home, table: Table, rows: torch.Tensor | None) -> None:
         """rows: as `of`. QuantError: the device does not read that memory, or rows of that size there."""
@@ -22,10 +23,11 @@ class InHostMemory(Residence):
             raise QuantError(
                 "a GPU reads registered memory alone; pass the view that a registration of the memory gives"
             )
-        if table.row_bytes % GPU_ALIGNMENT:
+        if table.row_bytes % self.host_alignment:
             raise QuantError(
                 f"a GPU does not read rows of {table.row_bytes} bytes in host memory; expected a multiple of "
-                f"{GPU_ALIGNMENT}: load the table with row_alignment = {GPU_ALIGNMENT}, or copy it to HBM"
+                f"{self.host_alignment}: load the table with row_alignment = {GPU_ALIGNMENT}, or copy it to "
+                "HBM"
             )
         self._table = table  # keeps the memory of `host_rows` alive
         self.host_rows = array_bytes(table.packed) if rows is None else rows

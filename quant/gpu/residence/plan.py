@@ -68,7 +68,7 @@ def _mixed(tables: Sequence[TableSize], kinds: Sequence[str], budget: int, home:
 
 def check_padding(tables: Iterable[TableSize], kinds: Mapping[str, str]) -> None:
     """Raises QuantError if a device would read rows in host memory that are not padded for it."""
-    if tight := [t for t in tables if t.row_bytes % GPU_ALIGNMENT and residence(kinds[t.name]).reads_host]:
+    if tight := [t for t in tables if t.row_bytes % residence(kinds[t.name]).host_alignment]:
         names, first = ", ".join(t.name for t in tight), tight[0]
         raise QuantError(
             f"placement {kinds[first.name]} reads rows in host memory; those of table {names} take "

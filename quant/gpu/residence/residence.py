@@ -105,6 +105,8 @@ class Residence:
     """Whether all rows lie in HBM."""
     reads_host = False
     """Whether the device reads rows in host memory."""
+    host_alignment = 1
+    """Of the rows' bytes there."""
     is_gathered = False
     """Whether the CPU gathers the rows of requests with many ids."""
     address = 0

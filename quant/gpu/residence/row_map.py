@@ -63,7 +63,8 @@ class DeviceRowMap:
 
     def _ids(self, table: Table, index: IdIndex, residence: Residence) -> tuple[int, int]:
         """Returns the address of row 0's kept id, and the stride in bytes."""
-        place, is_in_rows = index.ids.ctypes.data - table.address, index.ids.strides[0] == table.row_bytes
+        place = index.ids.ctypes.data - table.address
+        is_in_rows = 0 <= place < table.row_bytes == index.ids.strides[0]
         if not index.slots:
             return 0, ID_BYTES
         if is_in_rows and residence.hbm_address:

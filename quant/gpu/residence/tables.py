@@ -51,8 +51,8 @@ class DeviceTable:
     @property
     def row_bytes(self) -> int:
         """Bytes from one row to the next where the device reads them."""
-        size = self.host.row_bytes
-        return device_row_bytes(size) if self.residence.is_on_device else size
+        size, where = self.host.row_bytes, self.residence
+        return device_row_bytes(size) if where.is_on_device and not where.reads_host else size
 
     @property
     def row_format(self) -> RowFormat:

@@ -8,7 +8,7 @@ import tables
 import torch
 from cache_check import check
 from rounding import expect
-from tables import expected_of, table_of
+from tables import expected_of, fitting, table_of
 
 from tableside.quant import BadIds, Lookup, LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.cache.settings import CacheSettings, Policy
@@ -50,6 +50,44 @@ def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
     del cached, plans
     backend.place("cached", *views[0])
     assert len(cache.statistics(wait=True).tables) == 1
+
+
+@pytest.mark.sanitized_gpu
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+@pytest.mark.drawn(1 / 3)
+def test_rows_that_are_not_padded_are_padded_on_their_way(row_format: RowFormat) -> None:
+    """To slots, to the staging buffer, and where neither has room, read as they lie: the last row ends where
+    its memory does. Beside a table with padded rows, whose slots have the same size; pooled and not."""
+    backend = GpuBackend(tables.DEVICE, choose())
+    dims = (fitting(row_format, dim) for dim in range(36, 200, 1 if row_format is RowFormat.FP32 else 4))
+    dim = next(dim for dim in dims if row_format.row_bytes(dim, 4) % 16)
+    held = [
+        table_of(row_format, dim, alignment=4),
+        table_of(row_format, dim, seed=1),
+        table_of(row_format, dim, alignment=4, seed=2),
+    ]
+    size = held[1].row_bytes
+    few = CacheSettings(page_bytes=8 * size, staging_bytes=8 * size, staging_fraction=0.5)
+    cache = backend.open_cache(40 * size, size, few)
+    views = [None if backend.device.reads_all_memory else registered(t) for t in held]
+    cached = [backend.place("cached", t, v) for t, v in zip(held, views, strict=True)]
+    ids, lengths = np.array([3, 199, *range(20, 40), 0, 3, 199]), np.array([2, 0, 23], np.int32)
+    weights = np.random.default_rng(1).standard_normal(ids.size).astype(np.float32)
+    inputs = ids.tobytes() + weights.tobytes() + lengths.tobytes()
+    for pooling in (Pooling.NONE, Pooling.SUM):
+        how = {"weights": None if pooling is Pooling.NONE else weights, "pooling": pooling}
+        at = {} if pooling is Pooling.NONE else {"weights_at": ids.nbytes, "lengths_at": len(inputs) - 12}
+        plans = [backend.plan([Lookup(t, pooling, 0, ids.size, 0, bags=3, **at)]) for t in cached]
+        for _ in range(2):
+            for table, found in zip(
+                held, tables.run_batch(backend, [(plan, inputs) for plan in plans]), strict=True
+            ):
+                assert isinstance(found, np.ndarray)
+                wanted = expect(table, ids, None if pooling is Pooling.NONE else lengths, **how)
+                wanted.check(found.view(np.float32).reshape(-1, table.dim))
+    counts = cache.statistics(wait=True).tables.values()
+    hits, in_place, fetched = (sum(getattr(c, n) for c in counts) for n in ("hits", "in_place", "fetched"))
+    assert hits and in_place and fetched > in_place, counts
 
 
 def registered(table: Any) -> torch.Tensor:

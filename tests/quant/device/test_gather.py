@@ -21,13 +21,13 @@ HEAD = 2
 
 
 class Rows:
-    """Rows of 16 to 64 bytes of random bytes, and the list that names them: each behind the one before in
-    the staging buffer."""
+    """Rows of 4 to 64 bytes of random bytes, and the list that names them: each behind the one before in the
+    staging buffer, padded to 16 bytes."""
 
     def __init__(self, count: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.rows = [rng.integers(1, 256, 16 * int(n), dtype=np.uint8) for n in rng.integers(1, 5, count)]
-        self.places = np.cumsum([0, *(row.size for row in self.rows)])
+        self.rows = [rng.integers(1, 256, 4 * int(n), dtype=np.uint8) for n in rng.integers(1, 17, count)]
+        self.places = np.cumsum([0, *(row.size + -row.size % 16 for row in self.rows)])
         self.bytes = int(self.places[-1])
 
     def list(self, gather: HostGather) -> torch.Tensor:
@@ -35,13 +35,13 @@ class Rows:
         listed = np.zeros(gather.list.numel(), np.int64)
         listed[:HEAD] = len(self.rows), self.bytes
         for n, row in enumerate(self.rows):
-            listed[HEAD + n] = row.ctypes.data | row.size // 16 << 48
+            listed[HEAD + n] = row.ctypes.data | row.size // 4 << 48
         units = listed[HEAD + gather.rows :].view(np.int32)
         units[: len(self.rows)] = self.places[:-1] // 16
         return torch.from_numpy(listed)
 
     def all(self) -> np.ndarray:
-        return np.concatenate(self.rows)
+        return np.concatenate([np.pad(row, (0, -row.size % 16)) for row in self.rows])
 
 
 def gather_of(rows: int, size: int, threads: int = 2) -> HostGather:

@@ -296,11 +296,12 @@ from tableside.quant.gpu.kernels.bag_starts import bag_starts
 
 names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging")
 VARIANTS = {80: ((4, 1, 0, 0, 1, 1),),
-            90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8))}
+            90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8),
+                 (4, 1, 0, 2, 1, 1))}
 for arch in VARIANTS:
     for formats, pooled, weighted, indirect, whole, lanes in VARIANTS[arch]:
         constants = dict(FORMATS=formats, POOLED=bool(pooled), WEIGHTED=bool(weighted),
-                         INDIRECT=bool(indirect), WHOLE_WORDS=bool(whole),
+                         INDIRECT=bool(indirect), TIGHT=indirect == 2, WHOLE_WORDS=bool(whole),
                          UNROLL=(4 if lanes > 1 else 8) if pooled else 1,
                          COLUMNS=32 if lanes > 1 else 128 if pooled else 512, LANES=lanes)
         signature = {**dict.fromkeys(names, "i64"), **dict.fromkeys(constants, "constexpr")}

@@ -159,13 +159,14 @@ def addresses_of(
     share,
     staging,
     INDIRECT: tl.constexpr,
+    TIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The kernel's row addresses, int64 [BLOCK], of ids int64 [BLOCK] and locations int32 [BLOCK]."""
     at = tl.arange(0, BLOCK)
     location = tl.load(locations + at).to(tl.int64)
     address = k._row_address(
-        tl.load(ids + at), table, row_bytes, location, hbm_rows, share, staging, INDIRECT
+        tl.load(ids + at), table, row_bytes, location, hbm_rows, share, staging, INDIRECT, TIGHT
     )
     tl.store(out + at, address)
 
@@ -181,15 +182,19 @@ def addresses_of(
     ],
     ids=["table", "slots", "staging", "split", "nearly whole"],
 )
-def test_row_addresses_are_those_of_the_reference(locations: list[int], share: int) -> None:
+@pytest.mark.parametrize("row_bytes", [48, 36])
+def test_row_addresses_are_those_of_the_reference(locations: list[int], share: int, row_bytes: int) -> None:
     """Each kind of residence, by the one function of the kernel that says where a row lies. Addresses pass
     2^32 bytes."""
-    ids, where = [0, 2, 1024 * 5 + 2, 10**9], (1 << 40, 48, 1 << 41, 1 << 42)
-    table, row_bytes, hbm_rows, staging = where
+    ids = [0, 2, -(1024 * 5 + 2), 10**9] if share == 0 else [0, 2, 1024 * 5 + 2, 10**9]
+    table, hbm_rows, staging = 1 << 40, 1 << 41, 1 << 42
     device = gpu_backend().device.torch_device  # type: ignore[attr-defined]
     given = torch.tensor(ids, device=device), torch.tensor(locations, dtype=torch.int32, device=device)
     out = torch.zeros(4, dtype=torch.int64, device=device)
-    addresses_of[(1,)](*given, out, table, row_bytes, hbm_rows, share, staging, INDIRECT=True, BLOCK=4)
+    is_tight = row_bytes % 16 != 0
+    addresses_of[(1,)](
+        *given, out, table, row_bytes, hbm_rows, share, staging, INDIRECT=True, TIGHT=is_tight, BLOCK=4
+    )
     wanted = [
         kernel_steps.row_address(id, table, row_bytes, location, hbm_rows, share, staging)
         for id, location in zip(ids, locations, strict=True)

@@ -65,8 +65,9 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     tight = [t._replace(row_bytes=16 - 12 * (t.name == "a")) for t in sizes]
     plan.check_padding(tight, dict.fromkeys("abc", "hbm"))
     plan.check_padding(tight, {"a": "host", "b": "zero_copy", "c": "zero_copy"})
+    plan.check_padding(tight, {"a": "cached", "b": "zero_copy", "c": "zero_copy"})
     with pytest.raises(QuantError, match="those of table a take 4 bytes"):
-        plan.check_padding(tight, {"a": "cached", "b": "zero_copy", "c": "zero_copy"})
+        plan.check_padding(tight, {"a": "zero_copy", "b": "cached", "c": "zero_copy"})
 
     def chosen(placement: str, budget: int, tables: list[TableSize] = sizes) -> dict[str, str]:
         return plan.choose(tables, placement, budget, HOME)
