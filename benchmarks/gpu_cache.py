@@ -214,17 +214,18 @@ def tight(root: Path) -> list[dict[str, Any]]:
     ):
         how = root, tables, rows, ids, 1.05, WARM + TIMED + FRESH, bag_length
         works = {a: Workload(*how, alignment=a) for a in ALIGNMENTS}
-        reference = works[GPU_ALIGNMENT].uncached(in_hbm=True)
+        references = {a: work.uncached(in_hbm=True) for a, work in works.items()}
         threads = GATHERERS if works[GPU_ALIGNMENT].segment.size >= WIDE_BYTES else 0
         for alignment in (*ALIGNMENTS, *reversed(ALIGNMENTS)):
             work = works[alignment]
+            reference = references[alignment]
             row = measure_ours(work, share, Policy.LFU, reference, 0, gather_threads=threads)
             stored = work.segment.header.tables[0]
             label = {"tables": tables, "rows": rows, "cached": f"{share:.0%}", "CPU threads": threads}
             found.append({**label, "row bytes": stored.row_bytes, "GB": work.segment.size / 1e9, **row})
             console.print(found[-1])
             torch.cuda.empty_cache()
-        del works, reference
+        del works, work, references, reference
     return found
 
 

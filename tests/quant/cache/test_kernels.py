@@ -235,8 +235,8 @@ KERNELS = [
     (evict.unlink, dict(BLOCK=1024), 4), (evict.link_all, dict(BLOCK=1024), 4),
     (evict.forget, dict(BLOCK=1024), 4), (fetch.list_rows, dict(BLOCK=256), 4),
     (fetch.copy_gathered, dict(CHUNKS=2048), 8), (fetch.fill_slots, TILE, 8),
-    *((fetch.fetch_misses, dict(GATHERS=g, REST=r, **TILE), 8)
-      for g, r in ((True, False), (False, False), (False, True))),
+    *((fetch.fetch_misses, dict(GATHERS=g, REST=r, TIGHT=t, **TILE), 8)
+      for t in (False, True) for g, r in ((True, False), (False, False), (False, True))),
     (find.resolve, dict(BLOCK=128), 1),
 ]
 launched = {k for m in (admit, batch, evict, fetch, find) for k in vars(m).values()
@@ -252,7 +252,8 @@ for kernel, constants, warps in KERNELS:
     ptx = triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
     assert ".local" not in ptx, f"{name}: registers spill, or arrays are in local memory"
     if name in ("copy_gathered", "fetch_misses", "fill_slots"):
-        assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "rows are not copied 16 bytes at a time"
+        assert "st.global.v4" in ptx, "rows are not written 16 bytes at a time"
+        assert "ld.global.v4" in ptx or constants.get("TIGHT"), "rows are not read 16 bytes at a time"
 print("compiled")
 """
 
