@@ -36,12 +36,13 @@ ROWS = 20_000
 
 @contextlib.contextmanager
 def asked_for(url: str, ids: list[list[int]]) -> Iterator[None]:
-    """Looks these ids up of two features of `demo`, again and again, over /v2, /v1 and by two workers."""
+    """Looks these ids up of two features of `demo`, again and again, by two workers; not so often that a
+    sample of the ids is kept."""
     ends = threading.Event()
 
     def ask() -> None:
         with Client(url) as client:
-            while not ends.is_set():
+            while not ends.wait(0.01):
                 client.lookup("demo", {"user": ids, "text": [[1]]})
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
