@@ -119,7 +119,13 @@ def feature_places(
     """
 
 def tensor_places(
-    exchange: Any, given: Sequence[Any], dims: tuple[int, ...], new: Callable[..., Any], base: int, form: int
+    exchange: Any,
+    given: Sequence[Any],
+    dims: tuple[int, ...],
+    new: Callable[..., Any],
+    base: int,
+    form: int,
+    named: type,
 ) -> tuple[bytes, list[Any], list[object]] | None:
     """Places over tensors where they lie, int64 [lookups, fields of `Place`], their vectors, and what holds
     lengths meanwhile.
@@ -128,19 +134,20 @@ def tensor_places(
     lengths or offsets, weights) of each lookup, with None for what is not there. dims: of its vectors. new:
     makes a contiguous tensor of a shape. base: the address that places count from. form: -1; or given is ids,
     or (ids, lengths or offsets), and this is the form of the tuples, while ids alone are FIXED, or IDS with
-    IDS. The vectors are [bags, dim], or [*shape of the ids, dim] of the form IDS.
+    IDS. named: a type of tuples (ids, offsets, lengths, weights), which may be given then, too. The vectors
+    are [bags, dim], or [*shape of the ids, dim] of the form IDS.
 
     None: a tensor is not int64 ids, or not lengths or offsets of those ids, or not contiguous in host memory;
     or there are weights, or no exchange. The caller converts what it can, and refuses the rest.
     """
 
 def device_places(
-    exchange: Any, given: Sequence[Any], device_type: int, device_id: int, form: int
+    exchange: Any, given: Sequence[Any], device_type: int, device_id: int, form: int, named: type
 ) -> tuple[bytes, bytes, int] | None:
     """Where tensors lie on a device, their shapes, and the ids of all, for `TensorLookup.stage_placed`.
 
-    exchange, given, form: as of `tensor_places`. device_type, device_id: DLPack's. Places are int64 [lookups,
-    5]: ids, offsets, weights, and ids again, -1 for what is not there, then how many ids; shapes int64
+    exchange, given, form, named: as of `tensor_places`. device_type, device_id: DLPack's. Places are int64
+    [lookups, 5]: ids, offsets, weights, and ids again, -1 for what is not there, then how many ids; shapes int64
     [lookups, 5]: bytes of an offset, offsets, length of a bag, bags (ids that are not pooled), whether there
     are weights.
 

@@ -15,6 +15,7 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput, places_of
 from tableside.quant.gpu.tensors.tensors import TensorLookup
 from tableside.serving.modules.inputs import (
+    Bags,
     FeatureTensors,
     Form,
     ModuleError,
@@ -120,7 +121,7 @@ class DeviceLookup:
         if self.gathers:
             return [self.gather(values[0])]
         if self._ahead is not None or (
-            (placed := device_places(EXCHANGE, values, *self._where, form)) is None
+            (placed := device_places(EXCHANGE, values, *self._where, form, Bags)) is None
         ):
             return None
         self._begin(())
@@ -188,7 +189,7 @@ class DeviceLookup:
 
     def _placed(self, given: Sequence[FeatureTensors]) -> tuple[bytes, bytes, int, object]:
         """Places and shapes of tensors, the ids of all, and what holds them."""
-        if (placed := device_places(EXCHANGE, given, *self._where, BY_INPUT)) is not None:
+        if (placed := device_places(EXCHANGE, given, *self._where, BY_INPUT, Bags)) is not None:
             return *placed, given
         inputs = list(map(self._input, self._names, given))
         return *places_of(inputs), inputs

@@ -28,6 +28,7 @@ from tableside.quant.cpu.bags import (
 from tableside.quant.errors import Problem
 from tableside.serving.modules.inputs import (
     BadFeatureIds,
+    Bags,
     FeatureTensors,
     Form,
     ModuleError,
@@ -76,7 +77,7 @@ class HostLookup:
 
     def plain(self, values: Sequence[Any], form: int) -> list[torch.Tensor] | None:
         """The same of what a caller's dict has, as `tensor_places` takes it. None: it must be converted."""
-        placed = tensor_places(EXCHANGE, values, self._dims, self._new, BASE, form)
+        placed = tensor_places(EXCHANGE, values, self._dims, self._new, BASE, form, Bags)
         return None if placed is None else self._vectors(*placed)
 
     def _vectors(self, places: bytes, outputs: list[torch.Tensor], held: object) -> list[torch.Tensor]:

@@ -99,9 +99,25 @@ typedef struct {
     PyObject *ids, *bags;
 } feature_input;
 
-/* told: the form of each tuple in a caller's dict, or -1: the input is (form, ids, bags, weights). 0: another
- * input. */
-static int read_input(PyObject *given, int told, feature_input *to) {
+/* form: of each tuple in a caller's dict, or -1: the input is (form, ids, bags, weights). named: the type of
+ * tuples (ids, offsets, lengths, weights) there. */
+typedef struct {
+    int form;
+    PyObject *named;
+} dict_forms;
+
+/* 0: another input. */
+static int read_input(PyObject *given, dict_forms of, feature_input *to) {
+    const int told = of.form;
+    if (told >= 0 && (PyObject *)Py_TYPE(given) == of.named) {
+        PyObject *offsets = PyTuple_GetItem(given, 1), *lengths = PyTuple_GetItem(given, 2);
+        if (told == FORM_IDS || (offsets == Py_None) == (lengths == Py_None)
+            || PyTuple_GetItem(given, 3) != Py_None)
+            return 0;
+        *to = lengths == Py_None ? (feature_input){told, PyTuple_GetItem(given, 0), offsets}
+                                 : (feature_input){FORM_LENGTHS, PyTuple_GetItem(given, 0), lengths};
+        return 1;
+    }
     if (told >= 0) {
         *to = (feature_input){told == FORM_IDS ? FORM_IDS : FORM_FIXED, given, NULL};
         if (!PyTuple_CheckExact(given)) return 1;
@@ -118,11 +134,11 @@ static int read_input(PyObject *given, int told, feature_input *to) {
 }
 
 /* The place of one input, and its vectors. 0: wrong form, or an error is set. */
-static int place_one(const exchange *with, PyObject *given, int told, PyObject *dim, PyObject *new,
+static int place_one(const exchange *with, PyObject *given, dict_forms of, PyObject *dim, PyObject *new,
                      int64_t base, PyObject *outputs, PyObject *held, place *to) {
     tensor ids, out;
     feature_input input;
-    if (!read_input(given, told, &input)) return 0;
+    if (!read_input(given, of, &input)) return 0;
     const int form = input.form;
     *to = (place){.lengths_at = -1, .weights_at = -1, .found_at = -1};
     if (!reads_integers(with, input.ids, &ids, &to->ids) || ids.bits != 64) return 0;
@@ -142,11 +158,12 @@ static int place_one(const exchange *with, PyObject *given, int told, PyObject *
 }
 
 PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 6) return PyErr_Format(PyExc_TypeError, "tensor_places takes 6 arguments, got %zd", n);
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "tensor_places takes 7 arguments, got %zd", n);
     if (args[0] == Py_None) Py_RETURN_NONE;
     PyObject *given = args[1], *dims = args[2];
     const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
-    const int64_t base = PyLong_AsLongLong(args[4]), told = PyLong_AsLong(args[5]);
+    const int64_t base = PyLong_AsLongLong(args[4]);
+    const dict_forms of = {(int)PyLong_AsLong(args[5]), args[6]};
     if (!with || PyErr_Occurred()) return NULL;
     const Py_ssize_t count = PyTuple_Size(dims), lookups = PySequence_Size(given);
     if (count < 0 || lookups < 0) return NULL;
@@ -158,7 +175,7 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         place *to = (place *)(void *)PyBytes_AsString(places);
         for (int is_placed = 1; is_placed && placed < count; placed += is_placed) {
             PyObject *one = PySequence_GetItem(given, placed);
-            is_placed = one && place_one(with, one, (int)told, PyTuple_GetItem(dims, placed), args[3], base,
+            is_placed = one && place_one(with, one, of, PyTuple_GetItem(dims, placed), args[3], base,
                                          outputs, held, to + placed);
             Py_XDECREF(one);
             if (is_placed) to[placed].kind = placed;
@@ -175,12 +192,12 @@ typedef struct { int64_t ids_at, offsets_at, weights_at, asked_at, ids; } device
 typedef struct { int64_t offset_bytes, offsets, bag_length, vectors, is_weighted; } device_shape;
 
 /* What one input has on a device. 0: kernels cannot take it as it is. */
-static int place_on_device(const exchange *with, PyObject *given, int told, int32_t type, int32_t id,
+static int place_on_device(const exchange *with, PyObject *given, dict_forms of, int32_t type, int32_t id,
                            device_place *to, device_shape *shape) {
     tensor ids, bags;
     feature_input input;
     int64_t items;
-    if (!read_input(given, told, &input) || input.form == FORM_LENGTHS) return 0;
+    if (!read_input(given, of, &input) || input.form == FORM_LENGTHS) return 0;
     if (!reads_integers_on(with, input.ids, type, id, &ids, &items) || ids.bits != 64 || items > INT32_MAX)
         return 0;
     const int64_t ids_at = address_of(&ids, items, 0);
@@ -200,10 +217,11 @@ static int place_on_device(const exchange *with, PyObject *given, int told, int3
 }
 
 PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "device_places takes 5 arguments, got %zd", n);
+    if (n != 6) return PyErr_Format(PyExc_TypeError, "device_places takes 6 arguments, got %zd", n);
     if (args[0] == Py_None) Py_RETURN_NONE;
     const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
-    const long type = PyLong_AsLong(args[2]), id = PyLong_AsLong(args[3]), told = PyLong_AsLong(args[4]);
+    const long type = PyLong_AsLong(args[2]), id = PyLong_AsLong(args[3]);
+    const dict_forms of = {(int)PyLong_AsLong(args[4]), args[5]};
     const Py_ssize_t count = PySequence_Size(args[1]);
     if (!with || PyErr_Occurred()) return NULL;
     if (with->major != DL_VERSION || !with->read) Py_RETURN_NONE;
@@ -214,7 +232,7 @@ PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     for (int is_placed = places && shapes; is_placed && placed < count; placed += is_placed) {
         device_place *place = (device_place *)(void *)PyBytes_AsString(places) + placed;
         PyObject *one = PySequence_GetItem(args[1], placed);
-        is_placed = one && place_on_device(with, one, (int)told, (int32_t)type, (int32_t)id, place,
+        is_placed = one && place_on_device(with, one, of, (int32_t)type, (int32_t)id, place,
                                            (device_shape *)(void *)PyBytes_AsString(shapes) + placed);
         if (is_placed) ids += place->ids;
         Py_XDECREF(one);

@@ -26,7 +26,7 @@ def new(*shape: int) -> torch.Tensor:
 
 
 def placed(given: list[Any], dims: tuple[int, ...] = (4,), make: Callable[..., Any] = new) -> Any:
-    return tensor_places(EXCHANGE, given, dims, make, 0, BY_INPUT)
+    return tensor_places(EXCHANGE, given, dims, make, 0, BY_INPUT, tuple)
 
 
 @reads_tensors
@@ -213,19 +213,19 @@ def test_what_the_table_says_of_a_tensor_counts(changes: dict[str, Any]) -> None
         real.major, real.minor, None, None, None, None, ctypes.cast(read, ctypes.c_void_p).value, None
     )
     capsule, one = new_capsule(ctypes.addressof(table), NAME, None), [(IDS, FIVE, None, None)]
-    assert tensor_places(capsule, one, (4,), new, 0, BY_INPUT) is not None
+    assert tensor_places(capsule, one, (4,), new, 0, BY_INPUT, tuple) is not None
     assert tensor_parts(capsule, FIVE, torch.tensor([5]), 1, 0) is not None
     is_changed = True
     for name, value in changes.get("table", {}).items():
         setattr(table, name, value)
-    assert tensor_places(capsule, one, (4,), new, 0, BY_INPUT) is None
+    assert tensor_places(capsule, one, (4,), new, 0, BY_INPUT, tuple) is None
     assert tensor_parts(capsule, FIVE, torch.tensor([5]), 1, 0) is None
 
 
 @reads_tensors
 def test_what_is_no_argument_of_a_lookup_is_refused() -> None:
     """What `new` raises comes out; so does a capsule of something else."""
-    assert tensor_places(None, [], (), new, 0, BY_INPUT) is None
+    assert tensor_places(None, [], (), new, 0, BY_INPUT, tuple) is None
 
     def fails(*shape: int) -> torch.Tensor:
         raise MemoryError(f"none for {shape}")
@@ -239,4 +239,4 @@ def test_what_is_no_argument_of_a_lookup_is_refused() -> None:
     with pytest.raises(TypeError):
         placed(7)  # type: ignore[arg-type]
     with pytest.raises(ValueError):
-        tensor_places(torch.zeros(1).__dlpack__(), [], (), new, 0, BY_INPUT)
+        tensor_places(torch.zeros(1).__dlpack__(), [], (), new, 0, BY_INPUT, tuple)

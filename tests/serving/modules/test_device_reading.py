@@ -11,7 +11,7 @@ from module_tables import ROWS
 
 from tableside.quant.cpu.bags import device_places, tensor_places
 from tableside.serving.modules import device
-from tableside.serving.modules.inputs import Form
+from tableside.serving.modules.inputs import FeatureTensors, Form
 from tableside.serving.modules.lookups import BY_INPUT, EXCHANGE
 from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 
@@ -104,14 +104,18 @@ def _moved(value: Any) -> Any:
 )
 def test_what_one_call_does_not_read(given: Any) -> None:
     """It is converted, or refused."""
-    assert device_places(EXCHANGE, [given], 1, 0, BY_INPUT) is None
+    assert device_places(EXCHANGE, [given], 1, 0, BY_INPUT, Bags) is None
 
 
 @pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
 @pytest.mark.parametrize(
     ("form", "value"),
     [
-        (Form.OFFSETS, Bags(IDS, OFFSETS)),
+        (Form.OFFSETS, Bags(IDS)),
+        (Form.OFFSETS, Bags(IDS, OFFSETS, OFFSETS)),
+        (Form.OFFSETS, Bags(IDS, OFFSETS, weights=IDS.float())),
+        (Form.OFFSETS, FeatureTensors(Form.OFFSETS, IDS, OFFSETS, None)),
+        (Form.IDS, Bags(IDS, OFFSETS)),
         (Form.OFFSETS, [IDS, OFFSETS]),
         (Form.OFFSETS, (IDS, OFFSETS, None)),
         (Form.OFFSETS, (IDS, None)),
@@ -126,16 +130,21 @@ def test_what_one_call_does_not_read(given: Any) -> None:
 )
 def test_what_one_call_does_not_read_of_a_dict(form: Form, value: Any) -> None:
     """It is looked at by name, which says what is wrong with it."""
-    assert device_places(EXCHANGE, [value], 1, 0, form) is None
+    assert device_places(EXCHANGE, [value], 1, 0, form, Bags) is None
     dims, new = (4,), torch.empty(0).new_empty
-    assert tensor_places(EXCHANGE, [value], dims, new, 0, form) is None
+    assert tensor_places(EXCHANGE, [value], dims, new, 0, form, Bags) is None
 
 
 @pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
-def test_a_dict_is_read_by_one_call_on_the_host(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_user", ["tuple", "offsets", "lengths"])
+def test_a_dict_is_read_by_one_call_on_the_host(
+    model: str, monkeypatch: pytest.MonkeyPatch, of_user: str
+) -> None:
     """As it is read by name."""
     bags, plain = EmbeddingBags("ads", ["user_sum", "page_sum"], root=model), Embeddings("ads", root=model)
-    pooled = {"page_sum": IDS[:48].view(12, 4), "user_sum": (IDS, OFFSETS)}
+    lengths = torch.cat((OFFSETS, torch.tensor([IDS.numel()]))).diff()
+    user = {"tuple": (IDS, OFFSETS), "offsets": Bags(IDS, OFFSETS), "lengths": Bags(IDS, lengths=lengths)}
+    pooled = {"page_sum": IDS[:48].view(12, 4), "user_sum": user[of_user]}
     ids = {name: IDS[:6].view(2, 3) for name in plain.features}
     expected = [dict(m(MappingProxyType(given))) for m, given in ((bags, pooled), (plain, ids))]
     for module in (bags, plain):
@@ -149,7 +158,7 @@ def test_a_dict_is_read_by_one_call_on_the_host(model: str, monkeypatch: pytest.
 @pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
 def test_tensors_of_another_device_are_not_read() -> None:
     good = (Form.OFFSETS, IDS, OFFSETS, None)
-    assert device_places(EXCHANGE, [good], 1, 0, BY_INPUT) is not None
-    assert device_places(EXCHANGE, [good], 2, 0, BY_INPUT) is None
-    assert device_places(EXCHANGE, [good], 1, 1, BY_INPUT) is None
-    assert device_places(None, [good], 1, 0, BY_INPUT) is None
+    assert device_places(EXCHANGE, [good], 1, 0, BY_INPUT, Bags) is not None
+    assert device_places(EXCHANGE, [good], 2, 0, BY_INPUT, Bags) is None
+    assert device_places(EXCHANGE, [good], 1, 1, BY_INPUT, Bags) is None
+    assert device_places(None, [good], 1, 0, BY_INPUT, Bags) is None
