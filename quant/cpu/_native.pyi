@@ -147,9 +147,9 @@ def device_places(
     """Where tensors lie on a device, their shapes, and the ids of all, for `TensorLookup.stage_placed`.
 
     exchange, given, form, named: as of `tensor_places`. device_type, device_id: DLPack's. Places are int64
-    [lookups, 5]: ids, offsets, weights, and ids again, -1 for what is not there, then how many ids; shapes int64
-    [lookups, 5]: bytes of an offset, offsets, length of a bag, bags (ids that are not pooled), whether there
-    are weights.
+    [lookups, 5]: ids, offsets, weights, and ids again, -1 for what is not there, then how many ids; shapes
+    int64 [lookups, 5]: bytes of an offset, offsets, length of a bag, bags (ids that are not pooled), whether
+    there are weights.
 
     None: a tensor is not int64 ids, or not offsets, or not contiguous on the device; or there are lengths or
     weights, or no exchange. The caller converts what it can, and refuses the rest.
