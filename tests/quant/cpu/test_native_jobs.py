@@ -220,14 +220,15 @@ def test_values_at_odd_addresses_quantize_like_others(
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize(("first", "end"), [(0, 2**31), (7, 900), (3, 3), (900, 7)])
 def test_listed_rows_are_gathered_to_their_units(first: int, end: int, threads: int) -> None:
-    """What CUDA calls for the cache: rows of 16 to 48 bytes, of which those are copied that go to units in
-    [first, end)."""
+    """What CUDA calls for the cache: rows of 4 to 48 bytes, padded to 16, of which those are copied that go to
+    units in [first, end)."""
     rng = np.random.default_rng(3)
-    units_each = rng.integers(1, 4, 1200)
+    words_each = rng.integers(1, 13, 1200)
+    units_each = -(-words_each // 4)
     source = rng.integers(0, 256, (1200, 48), np.uint8)
     starts = np.concatenate([[0], np.cumsum(units_each)])
     listed = np.zeros(2 + 1200, np.int64)
-    listed[0], listed[2:] = 1200, source.ctypes.data + 48 * np.arange(1200) | units_each << 48
+    listed[0], listed[2:] = 1200, source.ctypes.data + 48 * np.arange(1200) | words_each << 48
     units = starts[:-1].astype(np.int32)
     room = np.full((starts[-1] + 1) * 16, 0xEE, np.uint8)
     at = -room.ctypes.data % 16  # copies are of 16 bytes, aligned
@@ -237,7 +238,8 @@ def test_listed_rows_are_gathered_to_their_units(first: int, end: int, threads: 
     )
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.gather_rows())(request.ctypes.data)
     expected = np.full_like(staging, 0xEE)
-    for row, unit, count in zip(source, units, units_each, strict=True):
+    for row, unit, words in zip(source, units, words_each, strict=True):
         if first <= unit < end:
-            expected[unit * 16 : (unit + count) * 16] = row[: count * 16]
+            padded = np.pad(row[: words * 4], (0, -words * 4 % 16))
+            expected[unit * 16 : unit * 16 + padded.size] = padded
     np.testing.assert_array_equal(staging, expected)
