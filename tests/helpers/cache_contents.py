@@ -20,6 +20,7 @@ from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.tables import Tables
+from tableside.quant.row_format import device_row_bytes
 
 Bytes = NDArray[np.uint8]
 
@@ -39,7 +40,7 @@ class Table:
 
     rows: int
     row_class: int
-    row_bytes: int
+    row_bytes: int  # of a slot
     missed: set[int]
     dirty: set[int]
     counters: list[int]
@@ -118,7 +119,8 @@ def _table(tables: Tables, number: int, counters: list[int]) -> Table:
     words = table.misses[:, 0].cpu().contiguous().numpy().view(np.uint8)
     missed = np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
     dirty = np.flatnonzero(table.dirty.cpu().numpy()).tolist()
-    return Table(table.rows, table.row_class, table.row_bytes, set(missed), set(dirty), counters)
+    slot_bytes = device_row_bytes(table.row_bytes)
+    return Table(table.rows, table.row_class, slot_bytes, set(missed), set(dirty), counters)
 
 
 def _nodes(arena: Bytes, pages: Pages) -> dict[int, Node]:

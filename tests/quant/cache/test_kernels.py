@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cache_contents import Contents, read
-from cached_tables import CachedTables, settings
+from cached_tables import CachedTables, padded, settings
 
 from tableside.quant.cache.kernels import state
 from tableside.quant.cache.kernels.state import ID_BITS, UNIT_BYTES, BatchArray, BatchState
@@ -63,7 +63,7 @@ class Steps:
         return next(b for b in self.cache._batches.all if b.record.data_ptr() == record)
 
     def row_of(self, key: int) -> bytes:
-        return self.held.rows[key >> ID_BITS][key & ((1 << ID_BITS) - 1)].numpy().tobytes()
+        return padded(self.held.rows[key >> ID_BITS][key & ((1 << ID_BITS) - 1)].numpy())
 
     def apply(self, name: str, c: Contents, arguments: tuple[int, ...]) -> None:
         """What the reference says of a launch, to `c`; and of what is not in `c`: locations, staging buffers,
@@ -115,7 +115,7 @@ class Steps:
         return min(gather.staging.numel(), self.batch(record).staging_bytes) // UNIT_BYTES
 
     def check_list(self, rows: list[tuple[int, int]]) -> None:
-        """The CPU's list names these rows, by address and units, each with the unit where it goes."""
+        """The CPU's list names these rows, by address and words, each with the unit where it goes."""
         gather = self.cache._pipeline._gather
         assert gather is not None
         entries, units = gather.list.tolist()[2:], gather.list[2 + gather.rows :].view(torch.int32).tolist()
@@ -127,7 +127,7 @@ class Steps:
         for key, unit in rows:
             table = self.held.rows[key >> ID_BITS]
             address = table.data_ptr() + (key & ((1 << ID_BITS) - 1)) * table.shape[1]
-            expected.append((address, table.shape[1] // UNIT_BYTES, unit))
+            expected.append((address, table.shape[1] // 4, unit))
         assert found == expected
 
     def located(
@@ -166,7 +166,7 @@ def test_each_kernel_does_what_its_reference_does(
     three sizes, duplicates, ids out of range, a batch of which every row is admitted, fewer and more
     misses than a staging buffer holds, scores that wrap."""
     more = {"staging_buffers": 2, "staging_fraction": staging_fraction, "half_life": 5}
-    sizes = {"a": (300, 48), "b": (600, 144), "c": (40, 32)}
+    sizes = {"a": (300, 48), "b": (600, 144), "c": (40, 28)}
     held = CachedTables(
         budget, settings(policy, gather_threads=gather_threads, gather_from=20, **more), sizes
     )

@@ -220,7 +220,7 @@ def test_values_at_odd_addresses_quantize_like_others(
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize(("first", "end"), [(0, 2**31), (7, 900), (3, 3), (900, 7)])
 def test_listed_rows_are_gathered_to_their_units(first: int, end: int, threads: int) -> None:
-    """What CUDA calls for the cache: rows of 4 to 48 bytes, padded to 16, of which those are copied that go to
+    """What CUDA calls for the cache: rows of 4 to 48 bytes, padded to 16. Those are copied that go to
     units in [first, end)."""
     rng = np.random.default_rng(3)
     words_each = rng.integers(1, 13, 1200)
