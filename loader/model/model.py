@@ -11,8 +11,8 @@
     row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32, fp8_e4m3, …
     ids = "row"                               # ids are row numbers; "raw": any int64; "string": strings,
                                               # each with the id that it hashes to (loader/string_ids.py)
-    row_alignment = 4                         # or 16, for a GPU that reads rows in host memory; without
-                                              # it: 16 on a machine with a GPU, else 4
+    row_alignment = 4                         # or 16, for a GPU that reads rows in place; without it: 16
+                                              # on a machine with a GPU, else 4
     missing = "error"                         # for ids without a row: "error", "zero", "mean" (of all rows),
                                               # [0.1, ...] (a vector), "backfill:MODEL@VERSION" (its row)
     id_key = "user.ids"                       # raw ids: their tensor or column, if the format needs it
