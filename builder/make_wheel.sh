@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 glibc=2.17 # manylinux2014
 processor=${1:-$(uname -m)}
 work=build/wheel
-rm -rf build/lib.* build/lib build/bdist.* build/temp.* "$work" dist
+rm -rf build/lib.* build/lib build/bdist.* build/temp.* "$work" dist/*_"$processor".whl
 install() {
     "${PYTHON:-python3}" -m venv "$work/$1"
     "$work/$1/bin/python" -m pip install --quiet --disable-pip-version-check "${@:2}"
@@ -23,12 +23,12 @@ if ! PATH="$PWD/$work/tools/bin:$PATH" auditwheel repair --plat auto --wheel-dir
     exit 1
 fi
 
-echo "trying $(ls dist)"
+echo "trying $(ls dist/*_"$processor".whl)"
 if [ "$processor" = "$(uname -m)" ]; then
-    install clean dist/*.whl
+    install clean dist/*_"$processor".whl
     python=$PWD/$work/clean/bin/python
 else
-    ./builder/emulated_python.sh "build/$processor" dist/*.whl
+    ./builder/emulated_python.sh "build/$processor" dist/*_"$processor".whl
     python=$PWD/build/$processor/python
 fi
 cp -r tests/fixtures/strangers_project "$work/project"

@@ -81,9 +81,8 @@ def _serve_on_ray(settings: ServerSettings, address: str | None, came: Sequence[
 
     are_paths = all(is_path(name) or Path(name).exists() for name in settings.models)
     if len(settings.models) != 1 or settings.all or not are_paths:
-        raise ServingError(
-            f"--engine ray serves one model; found {', '.join(settings.models)}; expected a model.toml"
-        )
+        found = "--all" if settings.all else ", ".join(settings.models) or "none"
+        raise ServingError(f"--engine ray serves one model; found {found}; expected a model.toml")
     _, spec = described(Path(settings.models[0]).absolute())  # actors have working folders of their own
     settings = settings.model_copy(update={"root": settings.root.absolute()})
     with owners_on_ray(spec, settings, address) as owners:
