@@ -81,7 +81,7 @@ def _serve_on_ray(settings: ServerSettings, address: str | None, came: Sequence[
 
     are_paths = all(is_path(name) or Path(name).exists() for name in settings.models)
     if len(settings.models) != 1 or settings.all or not are_paths:
-        found = "--all" if settings.all else ", ".join(settings.models) or "none"
+        found = "--all" if settings.all else ", ".join(settings.models)
         raise ServingError(f"--engine ray serves one model; found {found}; expected a model.toml")
     _, spec = described(Path(settings.models[0]).absolute())  # actors have working folders of their own
     settings = settings.model_copy(update={"root": settings.root.absolute()})
