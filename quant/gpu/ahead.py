@@ -112,12 +112,13 @@ def _of_cache(wanted: WantedKernels) -> "dict[str, Kernel]":
 
     found = {}
     seen = set()
-    for of in ((wanted.is_lfu, gathers) for gathers in wanted.gathers):
+    for gathers in wanted.gathers:
         for row_bytes in wanted.cached_row_bytes:
-            for name, kernel in Kernels(*of, row_bytes, wanted.key.is_tight, PROBE_BLOCK).by_name().items():
+            kernels = Kernels(wanted.is_lfu, gathers, row_bytes, wanted.key.is_tight, PROBE_BLOCK)
+            for name, kernel in kernels.by_name().items():
                 if kernel.identity not in seen:
                     seen.add(kernel.identity)
-                    found[f"cache, {name}{', gathered' * of[1]}, rows of {row_bytes}"] = kernel
+                    found[f"cache, {name}{', gathered' * gathers}, rows of {row_bytes}"] = kernel
     return found
 
 

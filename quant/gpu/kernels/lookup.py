@@ -12,6 +12,7 @@ lies. tests/helpers/kernel_steps.py has each step in plain Python."""
 import triton
 import triton.language as tl
 
+from tableside.quant.cache.kernels.nodes import padded
 from tableside.quant.device.launch import kernel
 from tableside.quant.gpu.kernels.constants import (
     FORMAT_FP8,
@@ -74,16 +75,18 @@ def _row_address(
     staging   address of the in-flight batch's staging buffer
     INDIRECT  a job of the launch has a cache or a split table
     TIGHT     a table of it may not be padded"""
-    padded = row_bytes
+    slot_bytes = row_bytes
     if TIGHT:
-        padded = (row_bytes + 15) // 16 * 16
-    address = table + id * tl.where(id < 0, padded, row_bytes)
+        slot_bytes = padded(row_bytes)
+    address = table + id * tl.where(id < 0, slot_bytes, row_bytes)
     if INDIRECT:
         in_block = id % _SPLIT_BLOCK
         is_in_hbm = (in_block < share) & (id >= 0)
         slot = tl.where(is_in_hbm, id // _SPLIT_BLOCK * share + in_block, location)
         staged = staging + (_IN_TABLE - 1 - slot) * _STAGING_UNIT
-        address = tl.where(slot >= 0, hbm_rows + slot * padded, tl.where(slot < _IN_TABLE, staged, address))
+        address = tl.where(
+            slot >= 0, hbm_rows + slot * slot_bytes, tl.where(slot < _IN_TABLE, staged, address)
+        )
     return address
 
 
