@@ -136,10 +136,15 @@ class Pipeline:
         if settings.gather_threads:
             size = min(staging_bytes, _MOST_GATHERED_BYTES)
             self._gather = HostGather(_MOST_GATHERED, size, settings.gather_threads, streams.device)
+        self._fitted: tuple[int, bool] | None = None
         self.fit_rows(smallest_row_bytes, False)
 
     def fit_rows(self, widest_row_bytes: int, is_tight: bool) -> None:
-        """Takes kernels for slots up to this size, and for rows as they are in host memory."""
+        """Takes kernels for slots up to this size, and for rows as they are in host memory; those in use stay
+        where they fit, with what they know of their launches."""
+        if self._fitted == (widest_row_bytes, is_tight):
+            return
+        self._fitted = widest_row_bytes, is_tight
         is_lfu, gathers = self._settings.policy.is_lfu, self._gather is not None
         self.kernels = Kernels(is_lfu, gathers, widest_row_bytes, is_tight, self._block)
 

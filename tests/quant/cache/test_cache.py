@@ -60,6 +60,20 @@ def test_every_id_yields_its_row(
         assert found.padded > 0 and sum(s.in_place for s in found.tables.values()) > 0
 
 
+def test_kernels_stay_while_tables_fit_them() -> None:
+    """A new version's tables would else have each of them found anew at its next launch."""
+    t = CachedTables(60_000, settings(), {"a": (20, 48), "b": (20, 144)})
+    kernels = t.cache._pipeline.kernels
+    t.add(20, 48)
+    assert t.cache._pipeline.kernels is kernels
+    t.add(20, 44)
+    tight = t.cache._pipeline.kernels
+    t.add(20, 140)
+    assert tight is not kernels and t.cache._pipeline.kernels is tight
+    t.add(20, 160)
+    assert t.cache._pipeline.kernels is not tight
+
+
 def test_a_slot_of_one_row() -> None:
     """The smallest cache there is: each row evicts the one before."""
     t = CachedTables(48 * 4, CacheSettings(Policy.LRU, page_bytes=128, staging_fraction=0.0), {"a": (10, 48)})
