@@ -15,6 +15,7 @@ from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT, device_row_byt
 
 FLAGS = 1  # dirty flags that one program of `enumerate_misses` takes
 _LEAST_COUNTED = 64  # tables that counters have room for
+_ROW_BYTES_END = 4 << 16  # `fetch.list_rows` counts a row's words in 16 bits
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,10 @@ class Tables:
 def check_table(rows: int, row_bytes: int) -> None:
     """QuantError: no cache can take such a table."""
     alignment = min(ALIGNMENTS)
-    if not 0 < rows <= 1 << ID_BITS or row_bytes % alignment or row_bytes <= 0:
+    if not 0 < rows <= 1 << ID_BITS or row_bytes % alignment or not 0 < row_bytes < _ROW_BYTES_END:
         raise QuantError(
             f"a table of {rows:,} rows of {row_bytes} bytes cannot be cached; expected 1 to {1 << ID_BITS:,} "
-            f"rows of a multiple of {alignment} bytes"
+            f"rows of a multiple of {alignment} bytes below {_ROW_BYTES_END:,}"
         )
 
 

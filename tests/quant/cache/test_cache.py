@@ -328,6 +328,7 @@ def test_one_ticket_held_while_many_come_and_go() -> None:
         (lambda: check_table(0, 48), "a table of 0 rows of 48 bytes cannot be cached"),
         (lambda: check_table((1 << ID_BITS) + 1, 48), "cannot be cached; expected 1 to"),
         (lambda: check_table(5, 0), "rows of 0 bytes cannot be cached"),
+        (lambda: check_table(5, 1 << 18), "rows of 262144 bytes cannot be cached; .* bytes below 262,144"),
         (lambda: CachedTables(9_000, settings()).add(5, 2048), "rows of 2048 bytes do not fit this cache"),
         (lambda: CachedTables(2_000, settings()), "cannot hold 2 sizes of rows"),
     ],
