@@ -73,6 +73,8 @@ def reshard(
         )
     segments = _attached(root, name, settings)
     refuse_times(t.name for t in segments[0].header.tables if t.has_times)
+    for segment in segments:
+        segment.verify()
     shares = {t.name: shares_of(parts_of(segments, t.name), owners) for t in segments[0].header.tables}
     whole = segments[0].header
     version = whole.version if whole.owner is None else whole.owner.version
@@ -90,11 +92,11 @@ def reshard(
 
 
 def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]:
-    """Returns the segments that hold the model, all bytes verified, in the owners' order."""
+    """Returns the segments that hold the model, not verified, in the owners' order."""
     _check_owners(root, name, settings)
     if settings.from_owners == 1:
         model = Model(root, name, settings.user)
-        segment = model.attach(settings.version)
+        segment = model.attach(settings.version, "header")
         check_bare(model, segment.header.version, "reshard")
         if segment.header.remote and not segment.header.owned:
             raise VersionError(
@@ -112,7 +114,7 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
             )
         return [segment]
     models = [Model(root, n, settings.user) for n in owner_names(name, settings.from_owners)]
-    segments = [model.attach(_number(model, settings.version)) for model in models]
+    segments = [model.attach(_number(model, settings.version), "header") for model in models]
     for model, segment in zip(models, segments, strict=True):
         check_bare(model, segment.header.version, "reshard")
     first = segments[0].header.owner

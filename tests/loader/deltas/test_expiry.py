@@ -13,7 +13,7 @@ import pytest
 from aging import BEGAN, DIM, IDS, MISSING, VALUES, at, change, check, clock, compact_on, days_of, on, publish
 from killing import run_until
 from raw_loads import publish_raw, vectors_of
-from support import LONGEST_S, rows_of, until
+from support import LONGEST_S, flip_bit, rows_of, until
 
 from tableside.loader.deltas import apply as applying
 from tableside.loader.deltas.changes import TableChanges
@@ -326,7 +326,11 @@ def test_a_delta_with_other_times_than_its_version_is_refused(root: Path, tmp_pa
 
 
 def test_owners_would_drop_rows_at_different_times(root: Path, tmp_path: Path) -> None:
-    publish(tmp_path, root, ttl="30d")
+    """Which is said before all rows are read."""
+    model = publish(tmp_path, root, ttl="30d")
+    flip_bit(model.path(1), model.attach().header.tables[0].offset)
+    with pytest.raises(SegmentError, match="checksum"):
+        model.attach()
     with pytest.raises(ModelError, match=r"\[tables.t\]: ttl and max_rows are for models on one host"):
         reshard(root, "demo", 2)
     assert sorted(os.listdir(root)) == ["demo"]
