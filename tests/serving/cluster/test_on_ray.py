@@ -66,11 +66,14 @@ def cluster() -> Iterator[Any]:
 
     folder = tempfile.mkdtemp(prefix="ts-ray-")  # a short path: sockets lie below
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20, "temp_dir": folder}
-    found = Cluster(initialize_head=True, head_node_args={**head, "_system_config": QUICK})
-    for _ in range(3):
-        found.add_node(num_cpus=1, object_store_memory=80 << 20)
-    yield found
-    found.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)  # where Ray writes its address down, in a folder that is there
+        (Path(folder) / "ray").mkdir()
+        found = Cluster(initialize_head=True, head_node_args={**head, "_system_config": QUICK})
+        for _ in range(3):
+            found.add_node(num_cpus=1, object_store_memory=80 << 20)
+        yield found
+        found.shutdown()
     shutil.rmtree(folder)
 
 
