@@ -22,7 +22,8 @@ from tableside.quant.device.launch import Jobs
 def finder(cache: Cache, jobs: Jobs, ids: torch.Tensor) -> Callable[[], None]:
     """A call that finds the ids in the index alone. All must be there."""
     with cache._working():
-        batch, pipeline = InFlightBatch(cache.device, cache._batches.all[0].place, 0, 0), cache._pipeline
+        first, pipeline = cache._batches.all[0], cache._pipeline
+        batch = InFlightBatch(cache.device, first.place, first.staging[:0])
         batch.fit(jobs.ids)
         pipeline._begin(jobs, ids.data_ptr(), batch)
         arguments = cache._streams.main.cuda_stream, cache._memory.root, batch.record.data_ptr()

@@ -93,3 +93,6 @@ class BadIds(QuantError):
         if self.problem is Problem.LENGTH:
             return f"{name}: length {self.value} at position {self.position} is negative; expected 0 or more"
         return f"{name}: the {self.position} lengths add up to {self.value}, but there are {self.bound} ids"
+
+
+Refused = BadIds | RowsNotRead  # what a request of a batch may get for vectors

@@ -84,7 +84,7 @@ class ServerSettings(RootSettings):
     placement: PlacementName = Field(
         "auto",
         description="where rows lie with --devices: "
-        + "".join(f"{name}: {kind.says}; " for name, kind in KINDS.items())
+        + "".join(f"{name}: {kind.says}; " for name, kind in KINDS.items() if name in CHOICES)
         + "auto: hbm within the budget, smallest tables first, the others cached; uvm: old for zero_copy",
     )
     hbm_budget: Bytes | None = Field(

@@ -1,14 +1,14 @@
 """The cache of host-table rows in GPU memory: any row in any slot, keyed by (table, id).
 `prefetch` brings a batch's rows to the device; the lookup reads their locations and releases the ticket. Rows
 of batches in flight are never evicted. No call waits for the device: kernels count and choose there and read
-missing rows from the host. Misses go to the batch's staging buffer, which the lookup reads. Beside the
-lookup, admitted rows are copied to slots of rows that no batch in flight uses. If the staging buffer is full,
-an admitted row goes straight to its slot, and the lookup reads any other from host memory. All ways yield the
-same bytes. LRU evicts the rows unused for longest. LFU evicts the rows used least, with uses halved every
-`half_life` tickets: a row's score is log2 of the sum of 2 ** (t / half_life) over the tickets t that used it,
-so unused rows need no upkeep (LRFU, Lee et al. 2001). LFU also admits: *ghosts*, at least one a slot, keep
-scores of misses, and a row is admitted only in place of a lower score (TinyLFU, Einziger et al. 2017). So a
-scan passes through the staging buffer."""
+missing rows from the host. Only for rows that the host fetches, from a disk, `prefetch` waits. Misses go to
+the batch's staging buffer, which the lookup reads. Beside the lookup, admitted rows are copied to slots of
+rows that no batch in flight uses. If the staging buffer is full, an admitted row goes straight to its slot,
+and the lookup reads any other from host memory. All ways yield the same bytes. LRU evicts the rows unused for
+longest. LFU evicts the rows used least, with uses halved every `half_life` tickets: a row's score is log2 of
+the sum of 2 ** (t / half_life) over the tickets t that used it, so unused rows need no upkeep (LRFU, Lee et
+al. 2001). LFU also admits: *ghosts*, at least one a slot, keep scores of misses, and a row is admitted only
+in place of a lower score (TinyLFU, Einziger et al. 2017). So a scan passes through the staging buffer."""
 
 import threading
 from collections import deque
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tableside.quant.cache.fetched import FetchedRows
 from tableside.quant.cache.index import Index, hottest
 from tableside.quant.cache.jobs import PROBE_BLOCK, one_lookup
 from tableside.quant.cache.kernels.state import UNIT_BYTES
@@ -35,6 +36,7 @@ from tableside.quant.device.device import Device
 from tableside.quant.device.launch import Jobs
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import device_row_bytes
+from tableside.quant.rows.fetched import FetchedTable
 
 _MOST_MISSED = (2**31 - 1) * UNIT_BYTES  # bytes of rows that a batch may miss
 _WARM_IDS = 1 << 16  # of one batch
@@ -65,14 +67,12 @@ class Cache:
         with self._streams.on_main():
             self._memory = CacheMemory(device, division, self.settings)
             self._pages = Pages(self._memory.pages, smallest_row_bytes, self._memory.count_dropped)
-            buffers = division.staging_buffers
-            self._batches = BatchesInFlight(
-                device, self._memory.first_staging, division.staging_bytes, buffers
-            )
+            self._batches = BatchesInFlight(device, list(self._memory.staging))
             self._tables = Tables(device)
             self._pipeline = Pipeline(
                 self._memory,
                 self._pages,
+                FetchedRows(device, self._memory, self._tables),
                 self._streams,
                 self.settings,
                 division.staging_bytes,
@@ -116,12 +116,19 @@ class Cache:
         return TableHandle(self.register(address, rows, row_bytes, name), self._forgotten.append)
 
     def register(self, address: int, rows: int, row_bytes: int, name: str = "") -> int:
-        """Registers a table that the device reads at `address`; returns its number. Costs a quarter of a byte
-        a row. QuantError: a row does not fit into a page, or there are too many row sizes."""
+        """Registers a table that the device reads at `address`; 0: `read_from` says who fetches its rows.
+        Returns its number. Costs a quarter of a byte a row. QuantError: a row does not fit into a page, or
+        there are too many row sizes."""
         check_table(rows, row_bytes)
         with self._working():
             self._clear_up()
             return self._index.register(address, rows, row_bytes, name)
+
+    def read_from(self, number: int, source: FetchedTable) -> None:
+        """Has rows that are missing fetched by the host from now on, which waits for them: in `prefetch`.
+        source: the same rows, by their numbers."""
+        with self._working():
+            self._tables.sources[number] = source
 
     def forget(self, number: int) -> None:
         """Forgets a table. No planned or running lookup may use it, except batches in flight."""
@@ -139,10 +146,11 @@ class Cache:
             self._batches.reserve(ids)
 
     def prefetch(self, jobs: Jobs, inputs: torch.Tensor | int, admit_all: bool = False) -> Ticket:
-        """Brings the rows of a batch to the device without waiting. admit_all: admit every row (LRU always
-        does). jobs: `placed` on the device. inputs: uint8 on the device, 8-aligned, or the base address of
-        the jobs' offsets; all written on the cache's stream, or before. QuantError: too many tickets are
-        out."""
+        """Brings the rows of a batch to the device without waiting, but for rows that the host fetches
+        (`read_from`); those that do not come are zeros, and in the ticket's `unread`. admit_all: admit every
+        row (LRU always does). jobs: `placed` on the device. inputs: uint8 on the device, 8-aligned, or the
+        base address of the jobs' offsets; all written on the cache's stream, or before. QuantError: too many
+        tickets are out."""
         inputs_at = inputs if isinstance(inputs, int) else inputs.data_ptr()
         with self._working():
             self._check_size(jobs.ids)
@@ -153,7 +161,7 @@ class Cache:
                 self._index.rebalance(self._snapshots.class_states())
             if jobs.ids > self._memory.ids:
                 self.reserve(jobs.ids)
-            batch = self._batches.taken(jobs.ids, self.slots_address, self._streams.main)
+            batch = self._batches.taken(jobs.ids, self._memory.arena, self._streams.main)
             self._tickets += 1
             self._batches.count += 1
             try:

@@ -70,7 +70,8 @@ def divide(budget_bytes: int, settings: CacheSettings, smallest_row_bytes: int) 
 
 class CacheMemory:
     """All tensors of a cache except its tables'. root: the record for kernels; pages: uint8 [pages,
-    page_bytes]; page_table: int32 [2 * pages]; state: int64, as `BatchState`; heads: int32 [buckets]."""
+    page_bytes]; staging: uint8 [buffers, bytes]; page_table: int32 [2 * pages]; state: int64, as
+    `BatchState`; heads: int32 [buckets]."""
 
     def __init__(self, device: Device, division: Division, settings: CacheSettings) -> None:
         self._device, self._settings = device.torch_device, settings
@@ -79,7 +80,7 @@ class CacheMemory:
         skipped = -arena.data_ptr() % _ALIGNMENT
         self.arena = arena[skipped : skipped + size]
         self.pages = self.arena[:paged].view(division.pages, division.page_bytes)
-        self.first_staging = self.arena.data_ptr() + paged
+        self.staging = self.arena[paged:].view(division.staging_buffers, division.staging_bytes)
         self.page_table = self._filled(-1, 2 * division.pages)
         self.state = self._zeros(len(BatchState) + CLASSES * len(ClassState))
         self.in_flight = self._zeros(MOST_IN_FLIGHT)

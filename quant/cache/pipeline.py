@@ -1,4 +1,4 @@
-"""The launches of a batch over three streams; the host waits for none.
+"""The launches of a batch over three streams; the host waits for none, but where it fetches rows.
     main                    side                           copies
     begin
     probe
@@ -24,13 +24,17 @@ graph replays them (`replays`), if the settings allow it. At `ready` the lookup 
 location; beside it admitted rows are copied to slots. The next `begin` waits for `filled`, a later batch with
 the same staging buffer for `released`. `list_rows`, the CPU's part, the copies and `copy_gathered` need
 `gather_threads`. The host does not know how many bytes the CPU gathers, so it copies as many as in a recent
-batch and some more; `copy_gathered` copies the rest."""
+batch and some more; `copy_gathered` copies the rest. Where tables have rows that the host fetches
+(`quant.cache.fetched`), it waits for the list of all misses behind `enumerate_misses`, and fetches those
+rows. They and their locations are copied on the side stream, behind `fetch_misses`, and the main stream waits
+for that."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tableside.quant.cache.fetched import FetchedRows
 from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels import admit, batch, evict, fetch, find
 from tableside.quant.cache.kernels.state import CLASSES, UNIT_BYTES, Root
@@ -122,12 +126,14 @@ class Pipeline:
         self,
         memory: CacheMemory,
         pages: Pages,
+        fetched: FetchedRows,
         streams: Streams,
         settings: CacheSettings,
         staging_bytes: int,
         smallest_row_bytes: int,
     ) -> None:
         self._memory, self._pages, self._streams, self._settings = memory, pages, streams, settings
+        self._fetched = fetched
         self._most = streams.device.programs(settings.programs)
         self._few = min(self._most, _FEW)
         self._block = streams.device.block(PROBE_BLOCK)
@@ -173,7 +179,10 @@ class Pipeline:
             shape = LaunchShape(
                 batch.place, 1 << (jobs.programs - 1).bit_length(), admit_all, self._copied(batch)
             )
-            self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
+            if self._fetched.are_there:  # no graph can wait for the host
+                self._bring(streams, batch, shape)
+            else:
+                self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
         streams.side.wait_stream(streams.main)
         batch.ready.record(streams.side)
         if jobs.programs:
@@ -202,7 +211,7 @@ class Pipeline:
             return 0
         likely = self._gather.last_bytes * 17 // 16
         unit = max(_COPY_UNIT, 1 << max(0, likely.bit_length() - 5))
-        return min(-(-likely // unit) * unit, self._gather.staging.numel(), batch.staging_bytes)
+        return min(-(-likely // unit) * unit, self._gather.staging.numel(), batch.staging.numel())
 
     def _programs(self, ids: int, at_once: int) -> int:
         """Programs of a kernel that takes so many of a batch's misses at once, of which there may be few."""
@@ -218,16 +227,21 @@ class Pipeline:
         self._fetch(
             streams, batch, shape.copied, min(self._settings.row_programs, self._programs(ids, run.rows))
         )
-        self._admit(main, ids, shape.admit_all)
+        unread = 0
+        if self._fetched.are_there:
+            unread = self._fetched.bring(batch, streams.side)
+            streams.join()
+        self._admit(main, ids, shape.admit_all, unread)
         run.fetch_rest(self._programs(ids, run.rows), main, root, ticket)
         run.resolve(min(self._most, shape.blocks), main, root, ticket)
         streams.join()
 
-    def _admit(self, main: int | None, ids: int, admit_all: bool) -> None:
-        """Decides on the main stream which misses are admitted, and gives them slots."""
+    def _admit(self, main: int | None, ids: int, admit_all: bool, unread: int) -> None:
+        """Decides on the main stream which misses are admitted, and gives them slots. unread: the
+        location of rows that are not."""
         root, run = self._memory.root, self.kernels
         run.choose_threshold(len(self._pages.classes), main, root, int(admit_all))
-        run.rank_admitted(self._programs(ids, _MISSES), main, root)
+        run.rank_admitted(self._programs(ids, _MISSES), main, root, unread)
         parts = self._pages.count * -(-self._pages.most_slots // _SLOTS)
         run.evict(min(self._most, _EVICTING, parts), main, root)
         run.evict_any(min(self._most, _EVICTING_ANY, parts), main, root)
@@ -252,10 +266,8 @@ class Pipeline:
     ) -> None:
         """Copies a chunk of what the CPU gathered to the staging buffer, while the next one is gathered."""
         streams.copies.wait_stream(streams.side)
-        arena = self._memory.arena
         with streams.device.on(streams.copies):
-            target = batch.staging - arena.data_ptr()
-            arena[target + first : target + end].copy_(gathered[first:end], non_blocking=True)
+            batch.staging[first:end].copy_(gathered[first:end], non_blocking=True)
 
     def release(self, batch: InFlightBatch, stream: Any) -> None:
         """Lets the batch's slots be evicted after the work so far on `stream`, the current one."""

@@ -12,6 +12,7 @@ from tableside.quant.cache.kernels.state import GROUP_WORDS, ID_BITS, ROWS_PER_F
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT, device_row_bytes
+from tableside.quant.rows.fetched import FetchedTable
 
 FLAGS = 1  # dirty flags that one program of `enumerate_misses` takes
 _LEAST_COUNTED = 64  # tables that counters have room for
@@ -20,7 +21,8 @@ _ROW_BYTES_END = 4 << 16  # `fetch.list_rows` counts a row's words in 16 bits
 
 @dataclass(frozen=True)
 class CachedTable:
-    """A table, its class, and its maps of misses, as `TableField` says. address: of row 0 for the device.
+    """A table, its class, and its maps of misses, as `TableField` says. address: of row 0 for the device; 0:
+    the host fetches rows.
     row_bytes: there. misses: int32 [words, 2]; dirty: int32 [flags]."""
 
     name: str
@@ -57,11 +59,13 @@ class TableHandle:
 
 
 class Tables:
-    """Tables by number, with counters, int64 [tables, COUNTER_SIZE]. The caller holds the cache's lock."""
+    """Tables by number, with counters, int64 [tables, COUNTER_SIZE]. sources: by table, of rows that the host
+    fetches. The caller holds the cache's lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._tables: dict[int, CachedTable] = {}
+        self.sources: dict[int, FetchedTable] = {}
         self.counters = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
     def __getitem__(self, number: int) -> CachedTable:
@@ -90,6 +94,7 @@ class Tables:
 
     def remove(self, number: int) -> None:
         del self._tables[number]
+        self.sources.pop(number, None)
 
     def clear_maps(self) -> None:
         """Empties all maps."""

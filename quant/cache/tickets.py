@@ -1,35 +1,40 @@
 """Batches in flight: their device memory, and the tickets to wait for and release them."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tableside.quant.cache.kernels.state import MOST_IN_FLIGHT, UNIT_BYTES, TicketField
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 
 _LEAST_IDS = 64
+Unread = dict[int, tuple[NDArray[np.int64], NDArray[np.uint8]]]
+"""By table: row numbers that the host could not fetch, ascending, and the `RowState` of each."""
 
 
 class InFlightBatch:
     """Device memory of a batch in flight, reused by later ones.
-    place: its number; record: int64 [TICKET_SIZE] on the device; staging: address of its staging buffer of
-    `staging_bytes`; locations: int32 [ids or more]; ready: event when rows can be read; released: event when
-    nobody reads them."""
+    place: its number; record: int64 [TICKET_SIZE] on the device; staging: its staging buffer, uint8;
+    locations: int32 [ids or more]; ready: event when rows can be read; released: event when nobody reads
+    them. unread: rows that the host could not fetch."""
 
-    def __init__(self, device: Device, place: int, staging: int, staging_bytes: int) -> None:
+    def __init__(self, device: Device, place: int, staging: torch.Tensor) -> None:
         fields = dict.fromkeys(TicketField, 0) | {
-            TicketField.STAGING: staging,
-            TicketField.STAGING_UNITS: staging_bytes // UNIT_BYTES,
+            TicketField.STAGING: staging.data_ptr(),
+            TicketField.STAGING_UNITS: staging.numel() // UNIT_BYTES,
             TicketField.PLACE: place,
         }
         self.record = torch.tensor(
             [fields[f] for f in TicketField], dtype=torch.int64, device=device.torch_device
         )
         self.device, self.place = device, place
-        self.staging, self.staging_bytes = staging, staging_bytes
+        self.staging = staging
+        self.unread: Unread = {}
         self.locations = torch.empty(0, dtype=torch.int32, device=device.torch_device)
         self.ready, self.released = device.event(), device.event()
 
@@ -38,12 +43,22 @@ class InFlightBatch:
         if self.locations.numel() < ids:
             self.locations = torch.empty(rounded_up(ids), dtype=torch.int32, device=self.device.torch_device)
 
+    def fit_staging(self, size: int) -> None:
+        """Makes the staging buffer larger, where it must be, with what lies in it. What the device fetches
+        still takes as much of it as before."""
+        if self.staging.numel() < size:
+            before = self.staging
+            self.staging = torch.empty(rounded_up(size), dtype=torch.uint8, device=self.device.torch_device)
+            self.staging[: before.numel()].copy_(before)
+            self.record[TicketField.STAGING] = self.staging.data_ptr()
+
 
 class Ticket:
     """A batch whose rows are on their way to the device.
     locations: int32 [ids]; >= 0: a slot, times the row's bytes from the cache's `slots_address`; -1: the
-    table itself; else 16 * (-2 - location) bytes from `staging`, the address of the staging buffer. release,
-    abandon: called with the batch on release (with the stream too) or when dropped before."""
+    table itself; else 16 * (-2 - location) bytes from `staging`, the address of the staging buffer. unread:
+    rows that are zeros there. release, abandon: called with the batch on release (with the stream too) or
+    when dropped before."""
 
     def __init__(
         self,
@@ -54,8 +69,8 @@ class Ticket:
         self._batch: InFlightBatch | None = batch
         self._release, self._abandon = release, abandon
         self._ready, self._device = batch.ready, batch.device
-        self.locations = batch.locations
-        self.staging = batch.staging
+        self.locations, self.unread = batch.locations, batch.unread
+        self.staging = batch.staging.data_ptr()
 
     def wait(self, stream: Any = None) -> None:
         """Makes the current stream, which may be given, wait for the rows. The caller does not wait."""
@@ -73,14 +88,12 @@ class Ticket:
 
 
 class BatchesInFlight:
-    """All batches that may be in flight; those with a staging buffer exist from the start. first_staging:
-    address of `count` buffers of `staging_bytes`. The caller holds the cache's lock."""
+    """All batches that may be in flight; those with a staging buffer exist from the start. staging: of each
+    of these. The caller holds the cache's lock."""
 
-    def __init__(self, device: Device, first_staging: int, staging_bytes: int, count: int) -> None:
+    def __init__(self, device: Device, staging: Sequence[torch.Tensor]) -> None:
         self._device = device
-        self.all = [
-            InFlightBatch(device, n, first_staging + n * staging_bytes, staging_bytes) for n in range(count)
-        ]
+        self.all = [InFlightBatch(device, n, buffer) for n, buffer in enumerate(staging)]
         self.free = deque(self.all)
         self.count = 0  # that are in flight
 
@@ -90,20 +103,21 @@ class BatchesInFlight:
             self._device.wait(batch.released)
             batch.fit(ids)
 
-    def taken(self, ids: int, arena: int, stream: Any) -> InFlightBatch:
+    def taken(self, ids: int, arena: torch.Tensor, stream: Any) -> InFlightBatch:
         """Takes a batch, free or new, with room for so many ids. QuantError: too many are out."""
         if not self.free:
             if len(self.all) >= MOST_IN_FLIGHT:
                 raise QuantError(
                     f"{len(self.all)} tickets are out; release them, in any order, after their lookups"
                 )
-            self.all.append(InFlightBatch(self._device, len(self.all), arena, 0))
+            self.all.append(InFlightBatch(self._device, len(self.all), arena[:0]))
             self.free.append(self.all[-1])
         # the one with a staging buffer that is free for longest; where there is none, one without
-        batch = next((b for b in self.free if b.staging_bytes), self.free[0])
+        batch = next((b for b in self.free if b.staging.numel()), self.free[0])
         self.free.remove(batch)
         self._device.wait(batch.released, stream)  # the lookup that read its locations and its staging buffer
         batch.fit(ids)
+        batch.unread = {}
         return batch
 
     def wait_for_released(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from tableside.quant import BadIds
+from tableside.quant.errors import Refused
 from tableside.quant.gpu.batch.follower import Follower, FollowerInputs
 from tableside.serving.evaluation.batches import (
     SCORING,
@@ -129,7 +129,7 @@ class DeviceScoring:
         found, _ = self._gpu.batches.wait(group.begun)
         answers: list[Answer | Exception] = []
         for n, ((request, inputs), result) in enumerate(zip(group.requests, found, strict=True)):
-            if isinstance(result, BadIds):
+            if isinstance(result, Refused):
                 answers.append(request.refusal(result))
                 continue
             answer = Answer(*result)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from tableside.quant import BadIds, Plan
+from tableside.quant import Plan
 from tableside.quant.contract import Waiting
+from tableside.quant.errors import Refused
 from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.executors.batch_threads import BatchThreads
@@ -324,7 +325,7 @@ class Batcher:
         places: list[int] = []
         to_score: list[ToScore] = []
         for n, (w, result) in enumerate(zip(batch.taken, found, strict=True)):
-            if isinstance(result, BadIds):
+            if isinstance(result, Refused):
                 answers.append(w.request.refusal(result))
                 continue
             answer = Answer(*result)

@@ -174,10 +174,15 @@ class Placer:
         if not stored:
             return placed
         hot = self.disk.hot.over(segment, stored)
+        base = self.disk.hot.over(segment.base, stored)  # a device finds changes before rows are missing
         tables, is_counted = dict(placed.on_gpu), False
         for name in stored:
-            source = tables[name].residence.source(hot.tables[name])
-            tables[name] = replace(tables[name], host=source)
+            held = tables[name].residence
+            source = held.source((base if held.is_on_device else hot).tables[name])
+            if held.is_on_device:
+                held.read_from(source)
+            else:
+                tables[name] = replace(tables[name], host=source)
             is_counted |= isinstance(source, FetchedTable) and source.reader.note is not None
         return Placements(
             placed.placements,
@@ -240,9 +245,9 @@ class Placer:
         with what those before it left."""
         makers: dict[str, Maker] = {}
         taken = indexes
-        for kind in KINDS:
-            if of_kind := [t for t in sizes if kinds[t.name] == kind]:
-                planned = residence(kind).plan(of_kind, room._replace(budget=room.budget - taken))
+        for made_by in dict.fromkeys(map(residence, KINDS)):
+            if of_kind := [t for t in sizes if residence(kinds[t.name]) is made_by]:
+                planned = made_by.plan(of_kind, room._replace(budget=room.budget - taken))
                 taken += planned.bytes
                 self._held += planned.kept_bytes
                 makers |= {t.name: planned.make for t in of_kind}
@@ -334,28 +339,28 @@ class Placer:
 
         for name in (name for name, part in in_host.items() if part is InHost.ALL):
             logger.warning("the id index of table %s is read in host memory (--hbm-budget)", name)
-        view = self._registered(gpu, segment, kinds)
+        of_disk = read_from_disk(kinds)
+        view = self._registered(gpu, segment, kinds, of_disk)
         on_device = [n for n, kind in kinds.items() if residence(kind).is_on_device]
         key = KernelKey.of(*(segment.tables[name] for name in on_device))
         tables: dict[str, DeviceTable] = {}
         for stored in segment.header.tables:
             name, table = stored.name, segment.tables[stored.name]
-            made = makers[name](name, table, view(stored))
+            made = makers[name](name, table, None if name in of_disk else view(stored))
             tables[name] = gpu.placed(table, made, key, in_host.get(name, InHost.NOTHING))
         return tables
 
     def _registered(
-        self, gpu: "GpuBackend", segment: Segment, kinds: Mapping[str, str]
+        self, gpu: "GpuBackend", segment: Segment, kinds: Mapping[str, str], of_disk: Collection[str]
     ) -> "Callable[[StoredTable], torch.Tensor | None]":
-        """Registers the segment with CUDA if the GPU reads it; returns a function from a table to its rows
-        there."""
-        registers = (residence(kind).registers(self._stashable) for kind in kinds.values())
-        if gpu.device.reads_all_memory or not any(registers):
+        """Registers the segment with CUDA if the GPU reads it, without tables `of_disk`; returns a function
+        from a table to its rows there."""
+        read = (kind for name, kind in kinds.items() if name not in of_disk)
+        if gpu.device.reads_all_memory or not any(residence(k).registers(self._stashable) for k in read):
             return lambda stored: None
         from tableside.loader.segment.registration import Registration
 
-        stored = read_from_disk(kinds)
-        registration = Registration(segment, gpu.device.torch_device, without=stored)
+        registration = Registration(segment, gpu.device.torch_device, without=of_disk)
         said = (segment.path, registration.size / 1e9, registration.seconds)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)
         return lambda stored: registration.view(stored.offset, stored.bytes)

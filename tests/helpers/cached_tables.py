@@ -93,6 +93,13 @@ class CachedTables:
         return sum(t.hits for t in self.cache.statistics(wait=True).tables.values())
 
 
+def registered(table: Any) -> torch.Tensor:
+    """A table's rows where the GPU reads them."""
+    memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
+    memory.numpy()[:] = table.packed.reshape(-1)
+    return memory
+
+
 def padded(row: np.ndarray) -> bytes:
     """What a slot has of a row, uint8 [bytes]."""
     return row.tobytes().ljust(device_row_bytes(row.size), b"\0")

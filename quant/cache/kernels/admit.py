@@ -183,9 +183,10 @@ def choose_threshold(
 
 
 @kernel
-def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
+def rank_admitted(root: tl.int64, unread: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """Numbers the admitted misses, those below their class's threshold (all with LRU), class by class. A
-    program takes BLOCK misses a turn. Reads MISSES, SCORES and THRESHOLD; writes RANKS, and ADMITTED of the
+    program takes BLOCK misses a turn. unread: the location of rows that were not read, which are not
+    admitted; 0: all were. Reads MISSES, LOCATIONS, SCORES and THRESHOLD; writes RANKS, and ADMITTED of the
     classes."""
     root = i64(root)
     state = i64(tl.load(root + ROOT_STATE))
@@ -196,13 +197,13 @@ def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
         is_key = at < count
         key = tl.load(i64(tl.load(root + ARRAY_MISSES)) + at, is_key, 0)
         row_class = tl.load(table_at(root, key >> ID_BITS) + TABLE_CLASS, is_key, -1).to(tl.int32)
-        is_admitted = is_key
+        is_admitted = is_key & (tl.load(i32(tl.load(root + ARRAY_LOCATIONS)) + at, is_key, 0) != unread)
         if LFU:
             priority = tick - tl.load(i32(tl.load(root + ARRAY_SCORES)) + at, is_key, 0)
             threshold = tl.load(
                 class_state_at(root, row_class.to(tl.int64)) + CLASS_STATE_THRESHOLD, is_key, 0
             )
-            is_admitted = is_key & (within_limits(priority) < threshold)
+            is_admitted = is_admitted & (within_limits(priority) < threshold)
         rank = tl.full((BLOCK,), -1, tl.int32)
         for number in range(tl.min(tl.where(is_key, row_class, NO_CLASS), 0), tl.max(row_class, 0) + 1):
             mine = is_admitted & (row_class == number)

@@ -41,6 +41,7 @@ from tableside.quant.cache.kernels.state import (
     ROOT_WIDEST_UNITS,
     STATE_MISSES,
     STATE_NOW,
+    TABLE_ADDRESS,
     TABLE_CLASS,
     TABLE_DIRTY,
     TABLE_MISSES,
@@ -115,7 +116,8 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
     while there is room. A program takes FLAGS dirty flags of one table, as ROOT_GROUPS says: int32 [programs,
     2], written by the host. Reads the tables' maps. Writes MISSES, SCORES (LFU, with the ghosts) and
     LOCATIONS (-2 - unit, or IN_TABLE) at each rank, the ranks of map words with bits, zeros to DIRTY, MISSES
-    of state and classes, and the counter FETCHED."""
+    of state and classes, and the counter FETCHED. Rows that the host fetches take no units; it writes their
+    locations."""
     root = i64(root)
     last_unit = tl.load(i64(ticket) + TICKET_STAGING_UNITS) - tl.load(
         root + ROOT_WIDEST_UNITS
@@ -130,6 +132,7 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
     scores = i32(tl.load(root + ARRAY_SCORES))
     locations = i32(tl.load(root + ARRAY_LOCATIONS))
     units = padded(tl.load(table + TABLE_ROW_BYTES)) // UNIT_BYTES
+    units = units * (tl.load(table + TABLE_ADDRESS) != 0).to(tl.int64)
     flags = i32(tl.load(table + TABLE_DIRTY))
     flag_count = (tl.load(table + TABLE_ROWS) + ROWS_PER_FLAG - 1) // ROWS_PER_FLAG
     for n in range(first_flag, tl.minimum(first_flag + FLAGS, flag_count)):

@@ -122,11 +122,12 @@ def bit_count(word):
 
 @triton.jit
 def host_row(root, key, mask):
-    """Host addresses of the keys' rows, their bytes there, and those of their slots."""
+    """Host addresses of the keys' rows, their bytes there, and those of their slots; zeros for rows that the
+    host fetches."""
     table = table_at(root, key >> ID_BITS)
-    row_bytes = tl.load(table + TABLE_ROW_BYTES, mask, 0)
-    address = tl.load(table + TABLE_ADDRESS, mask, 0) + (key & ID_MASK) * row_bytes
-    return address, row_bytes, padded(row_bytes)
+    first = tl.load(table + TABLE_ADDRESS, mask, 0)
+    row_bytes = tl.load(table + TABLE_ROW_BYTES, mask, 0) * (first != 0).to(tl.int64)
+    return first + (key & ID_MASK) * row_bytes, row_bytes, padded(row_bytes)
 
 
 @triton.jit

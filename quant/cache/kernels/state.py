@@ -86,7 +86,7 @@ class BatchArray(IntEnum):
 class TableField(IntEnum):
     """A table of a cache."""
 
-    ADDRESS = 0  # of the first row, where the device reads it
+    ADDRESS = 0  # of the first row, where the device reads it; 0: the host fetches rows
     ROWS = 1
     ROW_BYTES = 2  # there; slots and staging buffers have rows padded to UNIT_BYTES
     CLASS = 3

@@ -17,7 +17,7 @@ from tableside.quant.contract import Unfound
 from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.device.locked_memory import LockedMemory
-from tableside.quant.errors import BadIds, Problem
+from tableside.quant.errors import BadIds, Problem, Refused, RowsNotRead
 from tableside.quant.gpu.batch.buffers import Buffer, Buffers
 from tableside.quant.gpu.batch.clock import Clock
 from tableside.quant.gpu.batch.elsewhere import (
@@ -205,7 +205,7 @@ class DeviceBatch:
             except BadIds:
                 self._failed[n] = True
 
-    def results(self) -> list[LookupResult | BadIds]:
+    def results(self) -> list[LookupResult | Refused]:
         """Returns each request's result once the device is done. Outputs that stay on the device have an
         unwritten buffer."""
         flagged = self._flagged() if self._flags.any() else self._failed
@@ -213,7 +213,9 @@ class DeviceBatch:
             self.outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS)
         )
         return [
-            self._problem(n) if failed or is_flagged else LookupResult(self._answer(n), unfound[n])
+            self._problem(n)
+            if failed or is_flagged
+            else self._unread(n) or LookupResult(self._answer(n), unfound[n])
             for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
         ]
 
@@ -224,11 +226,19 @@ class DeviceBatch:
             found[n] |= bool(self._flags[first:end].any())
         return found
 
-    def _problem(self, n: int) -> BadIds:
+    def _whole_inputs(self, n: int) -> Any:
         one = self._elsewhere.get(n)
-        inputs = self._inputs[n] if one is None else whole_inputs(self._device, one)
-        problem = self._layouts[n].problem(inputs)
-        if problem is None and one is not None:
+        return self._inputs[n] if one is None else whole_inputs(self._device, one)
+
+    def _unread(self, n: int) -> RowsNotRead | None:
+        """The error of a request that asked for rows which did not come."""
+        if self.ticket is None or not self.ticket.unread:
+            return None
+        return self._layouts[n].unread(self._whole_inputs(n), self.ticket.unread)
+
+    def _problem(self, n: int) -> BadIds:
+        problem = self._layouts[n].problem(self._whole_inputs(n))
+        if problem is None and n in self._elsewhere:
             return BadIds(Problem.CHANGED, 0, 0, 0, 0)
         if problem is None:
             raise RuntimeError(

@@ -6,7 +6,7 @@ from typing import Any
 from tableside.quant.contract import Plan
 from tableside.quant.device.addresses import address_of
 from tableside.quant.device.locked_memory import LockedMemory
-from tableside.quant.errors import BadIds, QuantError
+from tableside.quant.errors import QuantError, Refused
 from tableside.quant.gpu.batch.batch import DeviceBatch, LookupResult
 from tableside.quant.gpu.batch.buffers import Buffer, Buffers
 from tableside.quant.gpu.batch.clock import Clock, Times
@@ -15,7 +15,7 @@ from tableside.quant.gpu.batch.launcher import Launcher
 from tableside.quant.gpu.batch.plan import GpuPlan
 
 Requests = Sequence[tuple[Plan, Any]]  # a plan and its inputs each
-Results = tuple[list[LookupResult | BadIds], Times | None]  # of each request; where the time went
+Results = tuple[list[LookupResult | Refused], Times | None]  # of each request; where the time went
 
 
 class Batches:

@@ -21,13 +21,14 @@ import numpy as np
 
 from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels.state import ProbeField
+from tableside.quant.cache.tickets import Unread
 from tableside.quant.contract import Lookup, LookupKind, Plan, Pooling, RowSource, lookup_at, places_in
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, host_table
 from tableside.quant.cpu.checked import inputs_of, rows_of
 from tableside.quant.cpu.native import gather
 from tableside.quant.device.device import Device
-from tableside.quant.errors import BadIds, MissingBackend, QuantError
+from tableside.quant.errors import BadIds, MissingBackend, QuantError, RowsNotRead
 from tableside.quant.gpu.batch.moves import Move
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
 from tableside.quant.gpu.kernels.job import JobField, ResolveField
@@ -35,6 +36,7 @@ from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.tables import DeviceTable, on_device
 from tableside.quant.row_format import RowFormat
+from tableside.quant.rows.fetched import not_read
 
 GATHER_CHUNK = 65_536  # rows that are gathered before their copy to the device begins
 GATHER_LEAST = 1_024  # rows that are worth waking a thread for
@@ -266,6 +268,20 @@ class Layout:
                     None
                 )  # which would keep this, and its tables, alive with the answer
         return None
+
+    def unread(self, inputs: Any, unread: Unread) -> RowsNotRead | None:
+        """The error of lookups, right ones, that ask for rows which did not come to the cache; None: none
+        does."""
+        states = []
+        for place in places_in(self._places):
+            kind, table = self._layouts.kinds[place.kind], self._layouts.tables[place.kind]
+            if table.residence.cache_table in unread:
+                rows, state = unread[table.residence.cache_table]
+                asked = np.unique(rows_of(kind.table, *inputs_of(kind, place, inputs))[0])
+                states.append(np.zeros(asked.size, np.uint8))
+                _, here, there = np.intersect1d(asked, rows, assume_unique=True, return_indices=True)
+                states[-1][here] = state[there]
+        return not_read(np.concatenate(states)) if any(map(np.any, states)) else None
 
 
 def _gathers(lookups: Iterable[Lookup], threads: int) -> tuple[Gather, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tableside.quant.contract import Plan, Planner, Unfound, Waiting
-from tableside.quant.errors import BadIds, Problem
+from tableside.quant.errors import BadIds, Problem, Refused
 from tableside.quant.gpu.batch.layout import Layout, Layouts
 from tableside.quant.gpu.batch.placed import Launches, launches_on_device
 
@@ -59,7 +59,7 @@ class GpuPlan(Plan):
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """As the contract says, as a batch of one request."""
         ((result,), _) = self.batches.run([(self, inputs)])
-        if isinstance(result, BadIds):
+        if isinstance(result, Refused):
             raise result
         target = np.frombuffer(outputs, np.uint8)
         for lk in self.layout.lookups():

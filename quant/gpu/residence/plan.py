@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence.memory import InHost
-from tableside.quant.gpu.residence.registry import CHOICES, ON_DISK, residence
+from tableside.quant.gpu.residence.registry import CHOICES, ON_DISK, OVER_DISK, read_from_disk, residence
 from tableside.quant.gpu.residence.residence import Home, TableSize
 from tableside.quant.row_format import GPU_ALIGNMENT
 
@@ -25,9 +25,11 @@ def choose(
     """Maps table names to kinds of residences. wanted: a placement, of CHOICES. Where its kinds mix and all
     tables do not fit into the first, the smallest do: in a quarter of the budget, if the kind of the others
     takes the rest. Of those that do not, the stored ones stay on their disk, and so do the tables of `stay`,
-    whatever fits. QuantError: the only kind does not fit."""
+    whatever fits. A cache that was asked for reads stored tables of row numbers from their disk. QuantError:
+    the only kind does not fit."""
     if stay:
-        return choose(tables, wanted, budget, home) | dict.fromkeys(stay, ON_DISK)
+        found = choose(tables, wanted, budget, home)
+        return found | dict.fromkeys(set(stay).difference(read_from_disk(found)), ON_DISK)
     tables = list(tables)
     kinds, mixes = CHOICES[wanted]
     fitting = [kind for kind in kinds if residence(kind).fits(tables, budget, home)]
@@ -39,7 +41,13 @@ def choose(
             f"placement {chosen} needs {needed:,} bytes, the budget of this worker is {budget:,}; give it "
             "more, or choose placement auto"
         )
-    return {t.name: chosen for t in tables}
+    return {t.name: _over_disk(t, chosen) if t.is_stored else chosen for t in tables}
+
+
+def _over_disk(t: TableSize, kind: str) -> str:
+    if kind not in OVER_DISK:
+        return kind
+    return OVER_DISK[kind] if t.has_row_numbers else ON_DISK
 
 
 def _mixed(tables: Sequence[TableSize], kinds: Sequence[str], budget: int, home: Home) -> dict[str, str]:

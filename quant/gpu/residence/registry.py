@@ -35,8 +35,12 @@ KINDS = {
     "hbm": Kind(".in_hbm:InHbm", "in GPU memory"),
     "hybrid": Kind(".split:Split", "some hbm, some zero_copy", is_indirect=True),
     "cached": Kind(
-        ".cached:Cached", "in shared memory, with a cache on the GPU", is_indirect=True, is_cached=True
+        ".cached:Cached",
+        "in shared memory or on a disk, with a cache on the GPU",
+        is_indirect=True,
+        is_cached=True,
     ),
+    "cached_stored": Kind(".cached:Cached", "as cached, on a disk", True, True, from_disk=True),
     "zero_copy": Kind(".mapped:Mapped", "in shared memory, read by the GPU"),
     "host": Kind(".on_host:OnHost", "with the CPU", by_cpu=True),
     "stored": Kind(
@@ -46,9 +50,10 @@ KINDS = {
 UNPLACED, ON_DISK = "host", "stored"  # kinds of tables that nobody placed
 COPIED = "hbm"  # the kind whose rows are all copied to a device, and can be given back for a while
 ELSEWHERE = "remote"  # said of tables whose rows other hosts have, which nobody places
+OVER_DISK = {"cached": "cached_stored"}  # what a kind becomes of tables that are read from a disk by number
 CHOICES = {
     "auto": Choice(("hbm", "cached", "zero_copy"), mixes=True),
-    **{name: Choice((name,)) for name in KINDS},
+    **{name: Choice((name,)) for name in KINDS if name not in OVER_DISK.values()},
     "hybrid": Choice(("hbm", "hybrid", "zero_copy")),
 }
 ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type

@@ -34,6 +34,11 @@ class TableSize(NamedTuple):
     is_stored: bool = False
 
     @property
+    def has_row_numbers(self) -> bool:
+        """Whether its ids are row numbers, so that a device needs no row to know which one an id has."""
+        return not self.index_bytes and not self.id_bytes
+
+    @property
     def bytes(self) -> int:
         """Of the rows in host memory."""
         return self.rows * self.row_bytes
@@ -164,8 +169,11 @@ class Residence:
     # ---- rows ----
 
     def source(self, table: Table) -> Table | FetchedTable:
-        """Returns what the CPU reads, of a table that is not on the device."""
+        """Returns what the CPU reads, of a table that it looks up or whose rows it fetches for the device."""
         return table
+
+    def read_from(self, source: Table | FetchedTable) -> None:
+        """Has the CPU fetch rows for the device there from now on: the same rows, under other hot ones."""
 
     def hot(self) -> NDArray[np.int64]:
         """Returns ids with rows in HBM because of use, int64 [n], hottest first. Waits for the device."""

@@ -79,7 +79,7 @@ class Steps:
                     lambda n, ids, was: reference.resolve(c, n, ids, was), arguments
                 )
             case "enumerate_misses":
-                reference.enumerate_misses(c, self.batch(arguments[1]).staging_bytes // UNIT_BYTES)
+                reference.enumerate_misses(c, self.batch(arguments[1]).staging.numel() // UNIT_BYTES)
             case "choose_threshold":
                 reference.choose_threshold(c, bool(arguments[1]))
             case "evict" | "evict_any":
@@ -106,13 +106,12 @@ class Steps:
                 raise AssertionError(f"{name} has no reference")
 
     def staging(self, record: int) -> bytes:
-        batch = self.batch(record)
-        return ctypes.string_at(batch.staging, batch.staging_bytes)
+        return self.batch(record).staging.cpu().numpy().tobytes()
 
     def room(self, record: int) -> int:
         gather = self.cache._pipeline._gather
         assert gather is not None
-        return min(gather.staging.numel(), self.batch(record).staging_bytes) // UNIT_BYTES
+        return min(gather.staging.numel(), self.batch(record).staging.numel()) // UNIT_BYTES
 
     def check_list(self, rows: list[tuple[int, int]]) -> None:
         """The CPU's list names these rows, by address and words, each with the unit where it goes."""

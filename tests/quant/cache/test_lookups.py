@@ -7,6 +7,7 @@ import pytest
 import tables
 import torch
 from cache_check import check
+from cached_tables import registered
 from rounding import expect
 from tables import expected_of, fitting, table_of
 
@@ -88,13 +89,6 @@ def test_rows_that_are_not_padded_are_padded_on_their_way(row_format: RowFormat)
     counts = cache.statistics(wait=True).tables.values()
     hits, in_place, fetched = (sum(getattr(c, n) for c in counts) for n in ("hits", "in_place", "fetched"))
     assert hits and in_place and fetched > in_place, counts
-
-
-def registered(table: Any) -> torch.Tensor:
-    """A table's rows where the GPU reads them."""
-    memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
-    memory.numpy()[:] = table.packed.reshape(-1)
-    return memory
 
 
 def unpooled(backend: GpuBackend, table: Any) -> TensorLookup:

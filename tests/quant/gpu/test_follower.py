@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tables
 import torch
+from cached_tables import registered
 from rounding import expect
 from tables import gpu_backend, placed, table_of
 
@@ -241,13 +242,6 @@ def test_batches_begin_before_others_are_finished() -> None:
     for one, ids in zip(begun[3:], drawn[3:], strict=True):
         check_sums(backend.batches.wait(one)[0], table, ids)
     assert len({id(b) for b in backend.batches._free}) == len(backend.batches._free) == 3
-
-
-def registered(table: Any) -> torch.Tensor:
-    """A table's rows where the GPU reads them."""
-    memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
-    memory.numpy()[:] = table.packed.reshape(-1)
-    return memory
 
 
 def check_sums(found: Any, table: Any, ids: np.ndarray) -> None:

@@ -18,14 +18,18 @@ from support import end, flip_bit, run_tableside, until
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.hot.hot import hot_path
+from tableside.loader.hot.warm import warm
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
+from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.client import Client, ClientError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
+from tableside.serving.model.placements import Placements
 from tableside.serving.settings import ServerSettings
 
 ROWS, DIM = 20_000, 32
@@ -39,7 +43,9 @@ OPTIONS = {
     "cpu": (),
     "engine": (*ON_DEVICE, "--placement", "stored"),
     "beside": (*ON_DEVICE, "--hbm-budget", "512KiB"),  # which holds small tables
+    "cached": (*ON_DEVICE, "--placement", "cached", "--hbm-budget", "1MiB"),  # beside their maps
 }
+HOW = ["cpu", pytest.param("cached", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture
@@ -116,6 +122,42 @@ def test_a_budget_is_given_to_one_model(model: Model) -> None:
     assert stays.placements["small"] == "stored"
 
 
+@pytest.mark.gpu
+def test_a_cache_on_a_device_fetches_hot_rows_from_memory(model: Model) -> None:
+    """Those that it missed before, also where newer changes lie over them."""
+    cached = {"devices": (tables.serve_device(),), "placement": "cached", "hbm_budget": 1 << 20}
+    read: list[int] = []
+
+    def count_reads(reader: BlockReader, *table: str) -> None:
+        reader.count = lambda where, rows: read.append(rows)
+
+    settings = ServerSettings(host_cache=1 << 20, **cached)
+    placer, segment = Placer(settings, choose(), count_reads=count_reads), model.attach()
+    placer.open()
+    placed, ids = placer.place(segment), np.arange(200)
+    assert placed.placements["big"] == "cached_stored" and placer.cache is not None
+
+    def check(placed: Placements, expected: np.ndarray) -> None:
+        with placer.cache._working():  # type: ignore[union-attr]
+            placer.cache._index.empty()  # type: ignore[union-attr]
+        found = placer.gpu.lookup(placed.on_gpu["big"], ids, pooling=Pooling.NONE)  # type: ignore[union-attr]
+        np.testing.assert_array_equal(found, expected)
+
+    check(placed, VALUES[ids])
+    assert sum(read) == 200 and placed.hot == 0 and not placer.has_hotter(segment, placed)
+    assert warm(model, 1, 1 << 20).rows == 200 and placer.has_hotter(segment, placed)
+    changes = [TableChanges("big", np.array([7]), np.full((1, DIM), 2.0, np.float32))]
+    apply(model, ChangeBatch(changes), ApplySettings(keep=Retention(2)))
+    changed = VALUES[ids]
+    changed[7] = 2.0
+    for state, expected in ((segment, VALUES[ids]), (attach_state(model, reuse=segment), changed)):
+        hotter = placer.place(state)
+        assert hotter.hot == 1 and not placer.has_hotter(state, hotter)
+        check(hotter, expected)
+    check(placed, VALUES[ids])  # which has no changes
+    assert sum(read) == 200
+
+
 def rows_of(client: Client, ids: Any) -> np.ndarray:
     found: np.ndarray = client.lookup("m", {"big": [list(map(int, ids))]})["big"]
     return found.reshape(-1, DIM)
@@ -127,21 +169,22 @@ def placements(server: Server) -> list[str]:
 
 @pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(
-    ("how", "of_small"),
+    ("how", "of_big", "of_small"),
     [
-        ("cpu", "host"),
-        pytest.param("engine", "stored", marks=pytest.mark.gpu),
-        pytest.param("beside", "hbm", marks=pytest.mark.gpu),
+        ("cpu", "stored", "host"),
+        pytest.param("engine", "stored", "stored", marks=pytest.mark.gpu),
+        pytest.param("beside", "stored", "hbm", marks=pytest.mark.gpu),
+        pytest.param("cached", "cached_stored", "cached", marks=pytest.mark.gpu),
     ],
 )
 def test_rows_are_served_from_a_disk(
-    serve: Callable[..., Server], model: Model, how: str, of_small: str
+    serve: Callable[..., Server], model: Model, how: str, of_big: str, of_small: str
 ) -> None:
     """Those of a table with a file, changed ones, and those that are in memory beside them; and after another
     start, without a load."""
     options = OPTIONS[how]
     server = serve(*options)
-    assert placements(server) == ["stored", of_small]
+    assert placements(server) == [of_big, of_small]
     ids = np.random.default_rng(5).integers(0, ROWS, 500)
     with Client(server.url, retries=0) as client:
         np.testing.assert_array_equal(rows_of(client, ids), VALUES[ids])
@@ -211,9 +254,10 @@ def test_raw_ids_are_found_in_rows_on_a_disk(raw_model: Model, disk: Path, how: 
 
 
 @pytest.mark.thorough
-def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], model: Model) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], model: Model, how: str) -> None:
     """Of requests that ask for its rows; others are answered. `verify` names its chunk."""
-    server = serve("--scrub-hours", 0)
+    server = serve("--scrub-hours", 0, *OPTIONS[how])
     table = model.attach().header.tables[0]
     file = model.attach().header.files[0]
     flip_bit(model.folder / "1.1.rows", table.offset - file.offset + 100 * table.row_bytes + 5)
@@ -263,9 +307,10 @@ def test_a_damaged_first_row_stops_no_start(serve: Callable[..., Server], model:
 
 
 @pytest.mark.thorough
-def test_a_file_that_is_cut_ends_no_server(serve: Callable[..., Server], model: Model) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_a_file_that_is_cut_ends_no_server(serve: Callable[..., Server], model: Model, how: str) -> None:
     """All that asks for its rows gets an error, as the checksums lay at the end."""
-    server = serve("--scrub-hours", 0)
+    server = serve("--scrub-hours", 0, *OPTIONS[how])
     path = model.folder / "1.1.rows"
     path.chmod(0o600)
     with path.open("r+b") as file:
@@ -278,9 +323,12 @@ def test_a_file_that_is_cut_ends_no_server(serve: Callable[..., Server], model: 
 
 
 @pytest.mark.thorough
-def test_answers_are_right_beside_updates_and_swaps(serve: Callable[..., Server], model: Model) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_answers_are_right_beside_updates_and_swaps(
+    serve: Callable[..., Server], model: Model, how: str
+) -> None:
     """While rows change and a version is compacted, each row is one that it had."""
-    server, stop, wrong = serve(), threading.Event(), list[str]()
+    server, stop, wrong = serve(*OPTIONS[how]), threading.Event(), list[str]()
     allowed = {7: {float(VALUES[7, 0]), *map(float, range(1, 6))}}
 
     def ask(seed: int) -> None:

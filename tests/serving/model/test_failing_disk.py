@@ -4,11 +4,13 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import tables
 from fuse_disk import Disk, can_mount, disk_of
 from keyed_tables import ids_of
 from servers import Server, start_server
@@ -39,15 +41,18 @@ class Served(NamedTuple):
 @pytest.fixture
 def served(disk: Path, tmp_path: Path) -> Iterator[Served]:
     """A model of a table with a file on the disk that fails, and one in memory."""
+    with serving(disk, tmp_path, {"ids": "raw", "id_key": "i", "missing": "zero"}) as served:
+        yield served
+
+
+@contextmanager
+def serving(disk: Path, tmp_path: Path, ids: dict[str, str], *options: object) -> Iterator[Served]:
     values = np.random.default_rng(3).standard_normal((ROWS, DIM)).astype(np.float32)
     np.savez(tmp_path / "c.npz", v=values, i=IDS, small=values[:10])
     raw = {
         "name": "m",
         "checkpoint": "c.npz",
-        "tables": {
-            "big": {"key": "v", "ids": "raw", "id_key": "i", "row_format": "int8", "missing": "zero"},
-            "small": {"key": "small"},
-        },
+        "tables": {"big": {"key": "v", "row_format": "int8", **ids}, "small": {"key": "small"}},
         "features": {t: {"table": t, "pooling": "none"} for t in ("big", "small")},
     }
     load(parse_model(raw, tmp_path), disk)
@@ -56,9 +61,11 @@ def served(disk: Path, tmp_path: Path) -> Iterator[Served]:
     file.write_bytes((model.folder / "1.1.rows").read_bytes())
     with disk_of(file, tmp_path / "mounted") as failing:
         failing.stand_for(model.folder / "1.1.rows")
-        server = start_server(disk, "--disk-timeout-s", WAIT_S, models=("m",))
-        yield Served(server, model, failing)
-        end(server.process)
+        server = start_server(disk, "--disk-timeout-s", WAIT_S, *options, models=("m",))
+        try:
+            yield Served(server, model, failing)
+        finally:
+            end(server.process)
 
 
 def look_up(client: Client, ids: np.ndarray) -> tuple[np.ndarray, int]:
@@ -79,7 +86,7 @@ def counted(server: Server, source: str) -> float:
 
 def spread(ids: np.ndarray, part: int) -> np.ndarray:
     """Ids whose rows lie in many blocks, others for each part."""
-    return ids[part::97][:200]
+    return ids[part::97][:200].copy()
 
 
 def test_a_disk_that_hangs(served: Served) -> None:
@@ -111,6 +118,39 @@ def test_a_disk_that_hangs(served: Served) -> None:
     with Client(server.url, retries=0) as client:
         look_up(client, UNSEEN[-40_000::331])
     assert end(server.process) in (0, -signal.SIGKILL)
+
+
+@pytest.mark.gpu
+def test_a_disk_that_hangs_under_a_cache_on_a_device(disk: Path, tmp_path: Path) -> None:
+    """What the cache has is answered, in batches without other rows; who asks for those is refused."""
+    on_device = ("--devices", tables.serve_device(), "--gpu-from-ids", 0)
+    options = (*on_device, "--placement", "cached", "--hbm-budget", "1MiB")
+    with serving(disk, tmp_path, {}, *options) as served, Client(served.server.url, retries=0) as client:
+        cached, rows = spread(np.arange(ROWS // 3), 1), np.arange(ROWS // 3, ROWS)
+        right = expected(served.model, cached)
+        np.testing.assert_array_equal(look_up(client, cached)[0], right)
+        served.disk.hang()
+
+        def ask(part: int) -> None:
+            message = "of 200 rows to fetch 200 came too late and 0 were damaged"
+            with Client(served.server.url, retries=0) as one, pytest.raises(ClientError, match=message) as e:
+                look_up(one, spread(rows, part))
+            assert e.value.status == 503
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(ask, range(24)))
+        np.testing.assert_array_equal(look_up(client, cached)[0], right)
+        served.disk.go_on()
+
+        def comes() -> bool:
+            try:
+                return bool(look_up(client, rows[:200])[0].any())
+            except ClientError:
+                return False
+
+        until(comes, what="rows to come again")
+        found = look_up(client, np.concatenate([rows[200:400], cached]))[0]
+        np.testing.assert_array_equal(found, expected(served.model, np.concatenate([rows[200:400], cached])))
 
 
 def test_a_disk_that_refuses_to_read(served: Served) -> None:

@@ -97,7 +97,10 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     }
     on_disk = [t._replace(is_stored=True) for t in wide]
     assert chosen("auto", 2 << 30, on_disk) == {"w": "stored"}
-    assert chosen("cached", 2 << 30, on_disk) == {"w": "cached"}
+    assert chosen("cached", 2 << 30, on_disk) == {"w": "cached_stored"}
+    assert chosen("zero_copy", 2 << 30, on_disk) == {"w": "zero_copy"}
+    raw = [t._replace(index_bytes=1) for t in on_disk]
+    assert chosen("cached", 2 << 30, raw) == {"w": "stored"}
     with pytest.raises(QuantError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
         chosen("hbm", 1279)
 
