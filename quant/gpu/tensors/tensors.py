@@ -47,6 +47,7 @@ from tableside.quant.gpu.tensors.jobs import (
     template_rows,
 )
 from tableside.quant.gpu.tensors.rows import RowGatherer
+from tableside.quant.rows.fetched import not_read
 from tableside.quant.rows.ids import NO_ROW_MAP
 
 _HERE = nullcontext()
@@ -231,7 +232,8 @@ class TensorLookup:
         return self._new((*ids.shape, self._width))
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
-        """Begins to fetch a call's cached rows; they stay until the call."""
+        """Begins to fetch a call's cached rows; they stay until the call. RowsNotRead: some do not come from
+        where the host fetches them."""
         if staged.probe is None:
             return staged
         with self.on_device:
@@ -393,4 +395,7 @@ class TensorLookup:
             self._reserved = probe.ids
             cache.reserve(probe.ids)
         cache.follow_current_stream(stream)
-        return cache.prefetch(probe, staged.base.inputs)
+        ticket = cache.prefetch(probe, staged.base.inputs)
+        if ticket.unread:
+            raise not_read(np.concatenate([state for _, state in ticket.unread.values()]))
+        return ticket

@@ -7,17 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+import torch
 from cache_check import check
 from cached_tables import padded, registered
 from fetched_tables import FromArray
 from overlays import overlaid
 from tables import expected_of, table_of
 
-from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
+from tableside.quant import Lookup, LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.tables import DeviceTable
+from tableside.quant.gpu.tensors.calls import TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 from tableside.quant.rows.fetched import RowReader, RowState
 from tableside.quant.rows.ids import RowMap
 
@@ -133,6 +137,22 @@ def test_who_asks_for_rows_that_do_not_come_gets_an_error(state: RowState, polic
     source.asked.clear()
     np.testing.assert_array_equal(t.rows((held, [3, 7, 8, 9]))[0], expected_of(made, np.array([3, 7, 8, 9])))
     assert source.asked == [[7, 9]]
+
+
+def test_calls_of_tensors_that_lack_rows_are_refused() -> None:
+    t, made = Fetching(), table_of(RowFormat.INT8, 24)
+    held, _ = t.fetch(made, {7: RowState.CORRUPT})
+    lookup = TensorLookup(t.backend, ["a"], [LookupKind(held, Pooling.NONE)], Reports(t.backend.launcher))
+    calls = [
+        lookup.stage_each(
+            [TensorInput(torch.tensor(ids).to(t.backend.device.torch_device), None, 0, 0, None)]
+        )
+        for ids in ([3, 7, 9], [9, 3, 3])
+    ]
+    with pytest.raises(RowsNotRead, match="of 1 rows to fetch 0 came too late and 1 were damaged"):
+        lookup.prefetch(calls[0])
+    found = lookup(lookup.prefetch(calls[1])).cpu().numpy().reshape(3, 24)
+    np.testing.assert_array_equal(found, expected_of(made, np.array([9, 3, 3])))
 
 
 def test_a_wrong_id_is_told_before_a_row_that_does_not_come() -> None:
