@@ -72,7 +72,7 @@ class Cache:
             self._pipeline = Pipeline(
                 self._memory,
                 self._pages,
-                FetchedRows(device, self._memory, self._tables),
+                FetchedRows(device, self._memory, self._tables, self.settings.gather_threads),
                 self._streams,
                 self.settings,
                 division.staging_bytes,

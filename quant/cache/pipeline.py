@@ -26,8 +26,8 @@ the same staging buffer for `released`. `list_rows`, the CPU's part, the copies 
 `gather_threads`. The host does not know how many bytes the CPU gathers, so it copies as many as in a recent
 batch and some more; `copy_gathered` copies the rest. Where tables have rows that the host fetches
 (`quant.cache.fetched`), it waits for the list of all misses behind `enumerate_misses`, and fetches those
-rows. They and their locations are copied on the side stream, behind `fetch_misses`, and the main stream waits
-for that."""
+rows. They and their locations are copied on the side stream, behind `fetch_misses`; the main stream waits for
+that, and two graphs are replayed, one before and one behind it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -179,10 +179,13 @@ class Pipeline:
             shape = LaunchShape(
                 batch.place, 1 << (jobs.programs - 1).bit_length(), admit_all, self._copied(batch)
             )
-            if self._fetched.are_there:  # no graph can wait for the host
-                self._bring(streams, batch, shape)
+            if self._fetched.are_there:
+                self._replays((shape, 1), streams, lambda on: self._find(on, batch, shape))
+                self._fetched.bring(batch, streams.side)
+                streams.join()
+                self._replays((shape, 2), streams, lambda on: self._place(on, batch, shape))
             else:
-                self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
+                self._replays(shape, streams, lambda on: self._find(on, batch, shape, places=True))
         streams.side.wait_stream(streams.main)
         batch.ready.record(streams.side)
         if jobs.programs:
@@ -217,31 +220,33 @@ class Pipeline:
         """Programs of a kernel that takes so many of a batch's misses at once, of which there may be few."""
         return min(self._few, -(-ids // at_once))
 
-    def _bring(self, streams: Streams, batch: InFlightBatch, shape: LaunchShape) -> None:
-        """Finds the rows of a batch, fetches misses and gives slots; the main stream is behind all of it."""
+    def _find(self, streams: Streams, batch: InFlightBatch, shape: LaunchShape, places: bool = False) -> None:
+        """Finds the rows of a batch and fetches misses; the main stream is behind all of it. places: also
+        gives slots, meanwhile."""
         root, ticket, run = self._memory.root, batch.record.data_ptr(), self.kernels
-        main, ids = streams.main.cuda_stream, shape.blocks * self._block
+        main, rows = streams.main.cuda_stream, self._programs(shape.blocks * self._block, run.rows)
         run.probe(min(self._most, shape.blocks), main, root, ticket)
         run.enumerate_misses(self._memory.groups, main, root, ticket)
         streams.side.wait_stream(streams.main)
-        self._fetch(
-            streams, batch, shape.copied, min(self._settings.row_programs, self._programs(ids, run.rows))
-        )
-        unread = 0
-        if self._fetched.are_there:
-            unread = self._fetched.bring(batch, streams.side)
-            streams.join()
-        self._admit(main, ids, shape.admit_all, unread)
-        run.fetch_rest(self._programs(ids, run.rows), main, root, ticket)
-        run.resolve(min(self._most, shape.blocks), main, root, ticket)
+        if not self._fetched.are_all:
+            self._fetch(streams, batch, shape.copied, min(self._settings.row_programs, rows))
+        if places:
+            self._place(streams, batch, shape)
         streams.join()
 
-    def _admit(self, main: int | None, ids: int, admit_all: bool, unread: int) -> None:
-        """Decides on the main stream which misses are admitted, and gives them slots. unread: the
-        location of rows that are not."""
+    def _place(self, streams: Streams, batch: InFlightBatch, shape: LaunchShape) -> None:
+        """Gives slots, and says where each row is, on the main stream."""
+        root, ticket, run = self._memory.root, batch.record.data_ptr(), self.kernels
+        main, ids = streams.main.cuda_stream, shape.blocks * self._block
+        self._admit(main, ids, shape.admit_all)
+        run.fetch_rest(self._programs(ids, run.rows), main, root, ticket)
+        run.resolve(min(self._most, shape.blocks), main, root, ticket)
+
+    def _admit(self, main: int | None, ids: int, admit_all: bool) -> None:
+        """Decides on the main stream which misses are admitted, and gives them slots."""
         root, run = self._memory.root, self.kernels
         run.choose_threshold(len(self._pages.classes), main, root, int(admit_all))
-        run.rank_admitted(self._programs(ids, _MISSES), main, root, unread)
+        run.rank_admitted(self._programs(ids, _MISSES), main, root)
         parts = self._pages.count * -(-self._pages.most_slots // _SLOTS)
         run.evict(min(self._most, _EVICTING, parts), main, root)
         run.evict_any(min(self._most, _EVICTING_ANY, parts), main, root)

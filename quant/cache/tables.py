@@ -68,6 +68,9 @@ class Tables:
         self.sources: dict[int, FetchedTable] = {}
         self.counters = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
+    def __len__(self) -> int:
+        return len(self._tables)
+
     def __getitem__(self, number: int) -> CachedTable:
         return self._tables[number]
 

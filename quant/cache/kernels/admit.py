@@ -49,6 +49,7 @@ from tableside.quant.cache.kernels.state import (
     STATE_LOCKED_OUT,
     STATE_NOW,
     STATE_STAGED,
+    STATE_UNREAD,
     TABLE_CLASS,
 )
 from tableside.quant.device.launch import kernel
@@ -183,15 +184,15 @@ def choose_threshold(
 
 
 @kernel
-def rank_admitted(root: tl.int64, unread: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
+def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """Numbers the admitted misses, those below their class's threshold (all with LRU), class by class. A
-    program takes BLOCK misses a turn. unread: the location of rows that were not read, which are not
-    admitted; 0: all were. Reads MISSES, LOCATIONS, SCORES and THRESHOLD; writes RANKS, and ADMITTED of the
-    classes."""
+    program takes BLOCK misses a turn. Rows at UNREAD are not admitted. Reads MISSES, LOCATIONS, SCORES and
+    THRESHOLD; writes RANKS, and ADMITTED of the classes."""
     root = i64(root)
     state = i64(tl.load(root + ROOT_STATE))
     count = miss_count(state)
     tick = tick_of(root, tl.load(state + STATE_NOW))
+    unread = tl.load(state + STATE_UNREAD)
     for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         is_key = at < count

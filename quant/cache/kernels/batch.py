@@ -25,6 +25,7 @@ from tableside.quant.cache.kernels.state import (
     STATE_DONE,
     STATE_MISSES,
     STATE_NOW,
+    STATE_UNREAD,
     TABLE_MISSES,
     TICKET_BLOCKS,
     TICKET_INPUTS,
@@ -51,8 +52,8 @@ def begin(
     CLASS_LANES: tl.constexpr,
 ):
     """Gives the batch its ticket number, finds the last ticket up to which all are released, and zeroes the
-    counts. One program. Writes NOW, DONE and MISSES of the state; MISSES, ADMITTED and VICTIMS of every
-    class; the ticket's number, its JOBS to LOCATIONS, and the number at its place in IN_FLIGHT. Reads
+    counts. One program. Writes NOW, DONE, MISSES and UNREAD of the state; MISSES, ADMITTED and VICTIMS of
+    every class; the ticket's number, its JOBS to LOCATIONS, and the number at its place in IN_FLIGHT. Reads
     IN_FLIGHT, where `release` may concurrently write zeros. CLASS_LANES: classes, a power of 2."""
     root = i64(root)
     ticket = i64(ticket)
@@ -70,6 +71,7 @@ def begin(
     tl.store(state + STATE_DONE, tl.min(tl.where(others == 0, now, others), 0) - 1)
     tl.store(in_flight + tl.load(ticket + TICKET_PLACE), now)
     tl.store(state + STATE_MISSES, 0)
+    tl.store(state + STATE_UNREAD, 0)
     of_class = class_state_at(root, tl.arange(0, CLASS_LANES))
     zeros = tl.zeros((CLASS_LANES,), tl.int64)
     tl.store(of_class + CLASS_STATE_MISSES, zeros)

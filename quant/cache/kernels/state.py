@@ -114,6 +114,7 @@ class BatchState(IntEnum):
     STAGED = 5  # rows read from a staging buffer that were not admitted
     LOCKED_OUT = 6  # rows that were admitted and got no slot, since batches in flight held them all
     GATHERED_BYTES = 7  # of the staging buffer, those that the CPU gathers in this batch
+    UNREAD = 8  # the location of rows that the host could not fetch; 0: there are none
 
 
 class ClassState(IntEnum):

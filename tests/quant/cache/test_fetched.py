@@ -70,9 +70,12 @@ class Fetching:
 @pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("gather_threads", [0, 2])
 @pytest.mark.parametrize("policy", list(Policy), ids=lambda p: p.value)
-def test_lookups_beside_tables_in_memory(policy: Policy, gather_threads: int) -> None:
+def test_lookups_beside_tables_in_memory(
+    policy: Policy, gather_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that are padded and not, of two sizes, in slots that are few and a staging buffer that is smaller
-    than what is missing: each id gets its row, and each missing row is fetched once."""
+    than what is missing: each id gets its row, and each missing row is fetched once, by threads or none."""
+    monkeypatch.setattr("tableside.quant.cache.fetched._PART_ROWS", 5)
     t = Fetching(
         16_384,
         policy=policy,
