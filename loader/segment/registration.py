@@ -103,7 +103,9 @@ def _unregister(cudart: Any, mapping: Mapping, addresses: Sequence[int]) -> None
 
 def _unregister_beside(cudart: Any, mapping: Mapping, addresses: Sequence[int]) -> None:
     """Unregisters on a thread, since unlocking 100 GB takes seconds and a request may drop the last
-    reference."""
+    reference. Where the main thread is over nobody would wait for it, and the end of the process does it."""
+    if not threading.main_thread().is_alive():
+        return
     work = threading.Thread(
         target=_unregister, args=(cudart, mapping, addresses), name="tableside-unregister"
     )

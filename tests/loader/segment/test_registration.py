@@ -191,9 +191,10 @@ def started(code: str, segment: Segment) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.thorough
-def test_the_end_of_a_process_leaves_registrations_to_the_driver(segment: Segment) -> None:
+@pytest.mark.parametrize("dropped", ["", "import weakref; weakref.finalize(sys, id, kept); del kept"])
+def test_the_end_of_a_process_leaves_registrations_to_the_driver(segment: Segment, dropped: str) -> None:
     """A thread in CUDA's call, which comes back when the interpreter is gone, would end it by SIGABRT."""
-    code = HOLD.replace("Registration(Segm", "kept = Registration(Segm")
+    code = HOLD.replace("Registration(Segm", "kept = Registration(Segm") + dropped
     code = code.replace(
         "class Slow(Cudart):", "class Slow(Cudart):\n    def cudaHostUnregister(self, at): print('undone')"
     )
