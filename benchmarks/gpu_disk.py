@@ -68,10 +68,13 @@ class Cached:
     """The table of a version, placed in a cache that has the rows used most."""
 
     def __init__(self, segment: Segment, device: str, budget: int) -> None:
-        self.read: dict[str, int] = {}
+        self.read = read = dict[str, int]()
+
+        def count(where: str, rows: int) -> None:
+            read[where] = read.get(where, 0) + rows
 
         def count_reads(reader: Any, *table: str) -> None:
-            reader.count = self._count
+            reader.count = count
 
         device_settings: dict[str, Any] = {"devices": (device,), "placement": "cached", "hbm_budget": budget}
         settings = ServerSettings(**device_settings, host_cache=1 << 40)
@@ -82,9 +85,6 @@ class Cached:
         self.gpu, self.cache = placer.gpu, placer.cache
         self.table = self.placed.on_gpu[TABLE]
         self.lookup = DeviceLookup(self.gpu, [self.table])
-
-    def _count(self, where: str, rows: int) -> None:
-        self.read[where] = self.read.get(where, 0) + rows
 
     def run(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """The vectors of the last one."""
@@ -192,10 +192,9 @@ def main() -> None:
             assert disk.placed.placements[TABLE] == "cached_stored" and disk.placed.hot == 1
             told("placed")
             used = ranked(np.arange(int(CACHED * rows)), rows)
-            for way in (memory, disk):
-                for part in np.split(used, range(WARM_IDS, used.size, WARM_IDS)):
-                    way.table.residence.warm(part)
-                way.gpu.device.synchronize()
+            for part in np.split(used, range(WARM_IDS, used.size, WARM_IDS)):
+                memory.table.residence.warm(part)
+                disk.table.residence.warm(part)
             told("warm")
             keys = Keys(rows, disk.cache.device.torch_device)
             found = [compare(memory, disk, on_disk, keys, size, count) for size, count in BATCHES.items()]
