@@ -117,18 +117,20 @@ static void set_checked(uint8_t *checked, const span *s) {
         __atomic_fetch_or(checked + n / 8, (uint8_t)(1 << n % 8), __ATOMIC_RELAXED);
 }
 
-/* Asks the kernel which pages of a region, from block `first` on, the page cache has. */
+/* Asks the kernel which pages of a region, from block `first` on, the page cache has. Where all blocks become
+ * unchecked that does not matter: of a table that is read for the first time each call would take as long as some
+ * rows. */
 static void look(const place *p, uint8_t *checked, region *r, int64_t first, uint32_t now, int is_trusted) {
     unsigned char there[REGION_PAGES] = {0}, packed[REGION_PAGES / 8] = {0};
     const int64_t left = blocks_of(p) - first, pages = left < REGION_PAGES ? left : REGION_PAGES;
-    if (mincore((uint8_t *)(uintptr_t)p->mapped + first * PAGE, (size_t)(pages * PAGE), there))
+    if (is_trusted && mincore((uint8_t *)(uintptr_t)p->mapped + first * PAGE, (size_t)(pages * PAGE), there))
         memset(there, 0, sizeof there);
     int64_t found = 0;
     for (int64_t i = 0; i < pages; i++)
         if (there[i] & 1) packed[i / 8] |= (unsigned char)(1 << i % 8), found++;
     for (int64_t i = 0; i < pages; i += 8) /* a region's first block is a multiple of 8 */
-        __atomic_fetch_and(checked + (first + i) / 8, is_trusted ? packed[i / 8] : 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&r->has_few, 2 * found < pages, __ATOMIC_RELAXED);
+        __atomic_fetch_and(checked + (first + i) / 8, packed[i / 8], __ATOMIC_RELAXED);
+    __atomic_store_n(&r->has_few, is_trusted && 2 * found < pages, __ATOMIC_RELAXED);
     __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&r->seen_ms, now ? now : 1, __ATOMIC_RELEASE);
 }
