@@ -137,6 +137,9 @@ class BlockReader:
             state[state == _LEFT] = RowState.LATE
             self.count(LATE, left)
             return
+        if self._breaker.hangs:  # a disk that reads again answers soon, and others may wait for this call
+            soon = began + OPENS_S / 2
+            deadline = soon if deadline is None else min(soon, deadline)
         bring = _DEPTH, _PATIENCE_MS, _left_ms(deadline)
         if deadline is None and left < 2 * _PART_ROWS:
             _blocks.bring(*self._where, rows, out, state, *bring)
@@ -291,6 +294,7 @@ class Breaker:
                 self._since = began
             self._late_at = now
             if self._asks_at or now - self._since < OPENS_S:
+                self._asks_at = self._asks_at and now + OPENS_S  # after a look, not after it began
                 return ""
             self._asks_at = now + OPENS_S
             return (

@@ -189,6 +189,32 @@ def test_a_slow_disk_does_not_hang(waits: list[tuple[float, float, int, int]]) -
         assert breaker.told(began, came, late) == "" and not breaker.is_open()
 
 
+def test_who_looks_whether_a_disk_reads_again_waits_half_a_second(
+    file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one a second after that: a batch holds up all of its requests."""
+    now, waited = [0.0], list[float]()
+    reader = file.reader()
+    reader._breaker = breaker = Breaker(lambda: now[0])
+
+    def late(*given: Any) -> None:
+        waited.append(given[3] / 1000)  # wait_ms
+        now[0] += waited[-1]
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(_blocks, "fetch", lambda *given: 2)
+    monkeypatch.setattr(_blocks, "in_threads", late)
+    rows, out, state = np.array([3, 500]), np.zeros((2, 80), np.uint8), np.zeros(2, np.uint8)
+    for _ in range(2):
+        reader(rows, out, state, now[0] + 2.0)
+    assert breaker.hangs and waited == pytest.approx([2.0], abs=0.01)
+    for _ in range(3):
+        now[0] += 1.0
+        for _ in range(2):
+            reader(rows, out, state, now[0] + 2.0)
+    assert waited == pytest.approx([2.0, 0.5, 0.5, 0.5], abs=0.01)
+
+
 def test_a_kept_row_is_read_once(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
     """None where its block is damaged; one that did not come is tried again."""
     reader = file.reader()
