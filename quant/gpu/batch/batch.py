@@ -17,7 +17,7 @@ from tableside.quant.contract import Unfound
 from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.device.locked_memory import LockedMemory
-from tableside.quant.errors import BadIds, Problem, Refused, RowsNotRead
+from tableside.quant.errors import BadIds, Problem, Refused
 from tableside.quant.gpu.batch.buffers import Buffer, Buffers
 from tableside.quant.gpu.batch.clock import Clock
 from tableside.quant.gpu.batch.elsewhere import (
@@ -230,11 +230,14 @@ class DeviceBatch:
         one = self._elsewhere.get(n)
         return self._inputs[n] if one is None else whole_inputs(self._device, one)
 
-    def _unread(self, n: int) -> RowsNotRead | None:
+    def _unread(self, n: int) -> Refused | None:
         """The error of a request that asked for rows which did not come."""
         if self.ticket is None or not self.ticket.unread:
             return None
-        return self._layouts[n].unread(self._whole_inputs(n), self.ticket.unread)
+        try:
+            return self._layouts[n].unread(self._whole_inputs(n), self.ticket.unread)
+        except BadIds:  # its client wrote others meanwhile
+            return BadIds(Problem.CHANGED, 0, 0, 0, 0)
 
     def _problem(self, n: int) -> BadIds:
         problem = self._layouts[n].problem(self._whole_inputs(n))

@@ -14,9 +14,9 @@ from fetched_tables import FromArray
 from overlays import overlaid
 from tables import expected_of, table_of
 
-from tableside.quant import Lookup, LookupKind, Pooling, RowFormat, Table, choose
+from tableside.quant import BadIds, Lookup, LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.cache.settings import CacheSettings, Policy
-from tableside.quant.errors import RowsNotRead
+from tableside.quant.errors import Problem, RowsNotRead
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.tables import DeviceTable
@@ -146,6 +146,16 @@ def test_calls_of_tensors_that_lack_rows_are_refused() -> None:
     t, made = Fetching(), table_of(RowFormat.INT8, 24)
     held, _ = t.fetch(made, {7: RowState.CORRUPT})
     lookup = TensorLookup(t.backend, ["a"], [LookupKind(held, Pooling.NONE)], Reports(t.backend.launcher))
+def test_ids_that_changed_since_are_told_from_rows_that_did_not_come() -> None:
+    t = Fetching()
+    held, _ = t.fetch(table_of(RowFormat.INT8, 24), {7: RowState.LATE})
+    inputs = bytearray(np.array([3, 7]).tobytes())
+    batch = t.backend.batches.begin([(t.backend.plan([Lookup(held, Pooling.NONE, 0, 2, 0)]), inputs)])
+    inputs[:] = np.array([3, 2000]).tobytes()
+    ((refused,), _) = t.backend.batches.wait(batch)
+    assert isinstance(refused, BadIds) and refused.problem is Problem.CHANGED
+
+
     calls = [
         lookup.stage_each(
             [TensorInput(torch.tensor(ids).to(t.backend.device.torch_device), None, 0, 0, None)]
