@@ -126,7 +126,7 @@ class Cache:
 
     def read_from(self, number: int, source: FetchedTable) -> None:
         """Has rows that are missing fetched by the host from now on, which waits for them: in `prefetch`.
-        source: the same rows, by their numbers."""
+        source: the same rows, by their numbers; the caller keeps it."""
         with self._working():
             self._tables.sources[number] = source
 

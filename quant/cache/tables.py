@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -60,12 +61,12 @@ class TableHandle:
 
 class Tables:
     """Tables by number, with counters, int64 [tables, COUNTER_SIZE]. sources: by table, of rows that the host
-    fetches. The caller holds the cache's lock."""
+    fetches, while whoever registered it keeps them. The caller holds the cache's lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._tables: dict[int, CachedTable] = {}
-        self.sources: dict[int, FetchedTable] = {}
+        self.sources: WeakValueDictionary[int, FetchedTable] = WeakValueDictionary()
         self.counters = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
     def __len__(self) -> int:

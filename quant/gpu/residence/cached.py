@@ -78,6 +78,7 @@ class Cached(InHostMemory):
 
     def read_from(self, source: Table | FetchedTable) -> None:
         if isinstance(source, FetchedTable):
+            self._source = source
             self._cache.read_from(self.cache_table, source)
 
     def hot(self) -> NDArray[np.int64]:
