@@ -4,7 +4,7 @@ device reads itself, table after table."""
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -147,7 +147,9 @@ class FetchedRows:
         limits = [s for one in missing if (s := one.source.reader.wait_s) is not None]
         deadline = time.monotonic() + min(limits) if limits else None
         if self._most > 1 and len(missing) > 1:
-            return np.concatenate(list(self._threads.map(lambda one: one.fetch(deadline), missing)))
+            parts = [self._threads.submit(one.fetch, deadline) for one in missing]
+            wait(parts)  # those behind one that fails write to the memory of the next batch
+            return np.concatenate([part.result() for part in parts])
         for one in missing if len(missing) > 1 else ():  # so that no table waits for those before it
             one.ask()
         return np.concatenate([one.fetch(deadline) for one in missing])
