@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.kernels.state import ID_BITS, UNIT_BYTES, BatchArray, BatchState
 from tableside.quant.cache.memory import CacheMemory
+from tableside.quant.cache.streams import Streams
 from tableside.quant.cache.tables import Tables
 from tableside.quant.cache.tickets import InFlightBatch, Unread, rounded_up
 from tableside.quant.cpu.index_builder import place_rows
@@ -100,7 +100,7 @@ class FetchedRows:
         """Whether rows of all tables are fetched."""
         return len(self._tables.sources) == len(self._tables)
 
-    def bring(self, batch: InFlightBatch, side: Any) -> None:
+    def bring(self, batch: InFlightBatch, streams: Streams) -> None:
         """Fetches what the batch misses, and writes rows and locations on the side stream, where the buffer
         becomes larger if it must. Waits for the device, and for the rows until the earliest deadline of their
         tables."""
@@ -124,7 +124,8 @@ class FetchedRows:
         steps = [np.full(one.rows.size, one.slot_bytes // UNIT_BYTES) for one in missing]
         at = -2 - first - np.append(0, np.concatenate(steps).cumsum())
         locations.numpy()[:] = np.where(is_here, at[:-1], at[-1])
-        with self._device.on(side):
+        streams.side.wait_stream(streams.main)  # which makes `listed`
+        with self._device.on(streams.side):
             batch.fit_staging(first * UNIT_BYTES + size)
             batch.staging[first * UNIT_BYTES :][:size].copy_(rows, non_blocking=True)
             sent = locations.to(listed.device, non_blocking=True)

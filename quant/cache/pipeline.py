@@ -181,7 +181,7 @@ class Pipeline:
             )
             if self._fetched.are_there:
                 self._replays((shape, 1), streams, lambda on: self._find(on, batch, shape))
-                self._fetched.bring(batch, streams.side)
+                self._fetched.bring(batch, streams)
                 streams.join()
                 self._replays((shape, 2), streams, lambda on: self._place(on, batch, shape))
             else:
