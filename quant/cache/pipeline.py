@@ -167,7 +167,7 @@ class Pipeline:
         }
 
     def forget_graphs(self) -> None:
-        """Nothing is replayed that was captured before tables or pages changed."""
+        """Nothing is replayed that was captured before tables, pages or a staging buffer changed."""
         self._replays.forget()
 
     def launch(self, jobs: Jobs, inputs_at: int, batch: InFlightBatch, admit_all: bool) -> None:
@@ -181,8 +181,11 @@ class Pipeline:
             )
             if self._fetched.are_there:
                 self._replays((shape, 1), streams, lambda on: self._find(on, batch, shape))
+                staging = batch.staging
                 self._fetched.bring(batch, streams)
                 streams.join()
+                if batch.staging is not staging:
+                    self.forget_graphs()  # which copy gathered rows there
                 self._replays((shape, 2), streams, lambda on: self._place(on, batch, shape))
             else:
                 self._replays(shape, streams, lambda on: self._find(on, batch, shape, places=True))
