@@ -107,7 +107,8 @@ class Cache:
     def bytes(self) -> int:
         """Device memory, with index, maps and counters."""
         counters = self._tables.counters
-        return self._memory.bytes + self._tables.map_bytes + counters.numel() * counters.element_size()
+        counted = self._memory.bytes + self._tables.map_bytes + self._batches.grown_bytes
+        return counted + counters.numel() * counters.element_size()
 
     # ---- tables ----
 

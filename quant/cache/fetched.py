@@ -120,7 +120,7 @@ class FetchedRows:
             one.out = rows.numpy()[end - one.bytes : end].reshape(-1, one.slot_bytes)
         state = self._fetch(missing)
         is_here = state == RowState.HERE
-        first = min(units, batch.staging.numel() // UNIT_BYTES)
+        first = min(units, batch.device_bytes // UNIT_BYTES)
         steps = [np.full(one.rows.size, one.slot_bytes // UNIT_BYTES) for one in missing]
         at = -2 - first - np.append(0, np.concatenate(steps).cumsum())
         locations.numpy()[:] = np.where(is_here, at[:-1], at[-1])

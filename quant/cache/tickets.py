@@ -19,9 +19,10 @@ Unread = dict[int, tuple[NDArray[np.int64], NDArray[np.uint8]]]
 
 class InFlightBatch:
     """Device memory of a batch in flight, reused by later ones.
-    place: its number; record: int64 [TICKET_SIZE] on the device; staging: its staging buffer, uint8;
-    locations: int32 [ids or more]; ready: event when rows can be read; released: event when nobody reads
-    them. unread: rows that the host could not fetch."""
+    place: its number; record: int64 [TICKET_SIZE] on the device; staging: its staging buffer, uint8, of
+    which `device_bytes` are for rows that the device fetches; locations: int32 [ids or more]; ready: event
+    when rows can be read; released: event when nobody reads them. unread: rows that the host could not
+    fetch."""
 
     def __init__(self, device: Device, place: int, staging: torch.Tensor) -> None:
         fields = dict.fromkeys(TicketField, 0) | {
@@ -33,7 +34,7 @@ class InFlightBatch:
             [fields[f] for f in TicketField], dtype=torch.int64, device=device.torch_device
         )
         self.device, self.place = device, place
-        self.staging = staging
+        self.staging, self.device_bytes = staging, staging.numel()
         self.unread: Unread = {}
         self.locations = torch.empty(0, dtype=torch.int32, device=device.torch_device)
         self.ready, self.released = device.event(), device.event()
@@ -113,12 +114,17 @@ class BatchesInFlight:
             self.all.append(InFlightBatch(self._device, len(self.all), arena[:0]))
             self.free.append(self.all[-1])
         # the one with a staging buffer that is free for longest; where there is none, one without
-        batch = next((b for b in self.free if b.staging.numel()), self.free[0])
+        batch = next((b for b in self.free if b.device_bytes), self.free[0])
         self.free.remove(batch)
         self._device.wait(batch.released, stream)  # the lookup that read its locations and its staging buffer
         batch.fit(ids)
         batch.unread = {}
         return batch
+
+    @property
+    def grown_bytes(self) -> int:
+        """What staging buffers have become larger by."""
+        return sum(b.staging.numel() for b in self.all if b.staging.numel() > b.device_bytes)
 
     def wait_for_released(self) -> None:
         """Makes the current stream wait for all lookups of released batches."""

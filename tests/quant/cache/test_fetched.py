@@ -1,6 +1,9 @@
 """A cache over tables whose rows the host fetches: what a lookup gives, what is fetched, and what is kept."""
 
 import random
+import threading
+import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +86,7 @@ def test_lookups_beside_tables_in_memory(
         staging_bytes=512,
         gather_threads=gather_threads,
         gather_from=1,
+        replays=True,
     )
     made = [table_of(f, d, alignment=a, seed=n) for n, (f, d, a) in enumerate(FORMS)]
     fetched = [t.fetch(one) for one in made[:3]]
@@ -142,10 +146,6 @@ def test_who_asks_for_rows_that_do_not_come_gets_an_error(state: RowState, polic
     assert source.asked == [[7, 9]]
 
 
-def test_calls_of_tensors_that_lack_rows_are_refused() -> None:
-    t, made = Fetching(), table_of(RowFormat.INT8, 24)
-    held, _ = t.fetch(made, {7: RowState.CORRUPT})
-    lookup = TensorLookup(t.backend, ["a"], [LookupKind(held, Pooling.NONE)], Reports(t.backend.launcher))
 def test_ids_that_changed_since_are_told_from_rows_that_did_not_come() -> None:
     t = Fetching()
     held, _ = t.fetch(table_of(RowFormat.INT8, 24), {7: RowState.LATE})
@@ -156,6 +156,10 @@ def test_ids_that_changed_since_are_told_from_rows_that_did_not_come() -> None:
     assert isinstance(refused, BadIds) and refused.problem is Problem.CHANGED
 
 
+def test_calls_of_tensors_that_lack_rows_are_refused() -> None:
+    t, made = Fetching(), table_of(RowFormat.INT8, 24)
+    held, _ = t.fetch(made, {7: RowState.CORRUPT})
+    lookup = TensorLookup(t.backend, ["a"], [LookupKind(held, Pooling.NONE)], Reports(t.backend.launcher))
     calls = [
         lookup.stage_each(
             [TensorInput(torch.tensor(ids).to(t.backend.device.torch_device), None, 0, 0, None)]
@@ -251,3 +255,50 @@ def test_tables_are_asked_together_and_wait_as_long_as_the_first_may(monkeypatch
     told.clear()
     t.rows((c, [7]))
     assert told == [(2, None)]  # of one table nothing is asked before
+
+
+def test_a_fetch_that_fails_waits_for_the_others() -> None:
+    """Since they write to memory that the next batch takes; the cache works on."""
+    t, made = Fetching(gather_threads=2), table_of(RowFormat.INT8, 24)
+    has_failed, is_over = threading.Event(), threading.Event()
+
+    def fail(*given: Any) -> None:
+        has_failed.set()
+        raise MemoryError
+
+    def slow(rows: np.ndarray, out: np.ndarray, *more: Any) -> None:
+        has_failed.wait()
+        time.sleep(0.2)
+        out[:] = made.packed[rows]
+        is_over.set()
+
+    a, b = (t.backend.place("cached_stored", made, reader=RowReader(one)) for one in (fail, slow))
+    with pytest.raises(MemoryError):
+        t.rows((a, [1]), (b, [2]))
+    assert is_over.is_set()
+    np.testing.assert_array_equal(t.rows((b, [3, 4]))[0], expected_of(made, np.array([3, 4])))
+
+
+def test_a_staging_buffer_grows_by_what_it_must() -> None:
+    """However much more the device misses than has room there; what grew is counted."""
+    t, made = Fetching(staging_bytes=512, page_bytes=1024, budget=8_192), table_of(RowFormat.INT8, 24)
+    fetched, held = t.fetch(made)[0], t.hold(made)
+    sizes = []
+    for n in range(6):
+        ids = np.arange(30 * n, 30 * n + 30)
+        for rows in t.rows((fetched, ids[:3]), (held, ids)):
+            np.testing.assert_array_equal(rows, expected_of(made, ids[: len(rows)]))
+        sizes.append(t.cache.bytes)
+    (batch,) = t.cache._batches.all
+    assert len(set(sizes)) == 1 and batch.device_bytes == 512 < batch.staging.numel() <= 768
+
+
+def test_what_is_read_goes_with_its_table() -> None:
+    """Its mapping, too, before another batch comes."""
+    t = Fetching()
+    held, _ = t.fetch(table_of(RowFormat.INT8, 24))
+    source = weakref.ref(t.cache._tables.sources[held.residence.cache_table])
+    t.rows((held, [1]))
+    t.placed.clear()
+    del held
+    assert source() is None
