@@ -123,7 +123,7 @@ class ServerSettings(RootSettings):
     disk_late: Literal["default", "error"] = Field(
         "default",
         description="what a row of a root on a disk becomes that comes later: the default row of its table, "
-        "as the answer says, or a 503 (error); a 503 where a table has no default row, or under a GPU's cache",
+        "as the answer says, or a 503 (error); a 503 where a table has none, or lies under a GPU's cache",
     )
     host_cache: Bytes = Field(
         0, ge=0, description="memory for the rows used most of each model on a disk, as 8GiB; 0: none"

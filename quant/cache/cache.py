@@ -243,7 +243,7 @@ class Cache:
         return hottest(found)
 
     def warm(self, number: int, ids: NDArray[np.int64]) -> None:
-        """Admits rows of a table, whatever their scores, for lookups to come; nothing is waited for."""
+        """Admits rows of a table, whatever their scores, for lookups to come. Waits as `prefetch`."""
         for first in range(0, ids.size, _WARM_IDS):
             part = ids[first : first + _WARM_IDS]
             written, jobs = one_lookup(number, part.size, self.device.block(PROBE_BLOCK))

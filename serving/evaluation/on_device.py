@@ -104,7 +104,7 @@ class DeviceScoring:
             yield group
 
     def begin(self, group: Sequence[Batch]) -> BegunGroup:
-        """Sends a group to the device, and has the cache bring its rows. Waits for nothing."""
+        """Sends a group to the device, and has the cache bring its rows. Waits for rows of a disk alone."""
         with self.spent.on(STAGING):
             return self._begun(group)
 

@@ -180,7 +180,8 @@ class Residence:
         return np.zeros(0, np.int64)
 
     def warm(self, ids: NDArray[np.int64]) -> None:
-        """Brings rows [n], int64, to HBM for later lookups, if the residence can. Does not wait."""
+        """Brings rows [n], int64, to HBM for later lookups, if the residence can. Waits for rows of a
+        disk alone."""
 
     def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
         """Keeps cached rows of another table that equal rows of this one. rows, successors: int64 [n] numbers
