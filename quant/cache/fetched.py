@@ -93,12 +93,12 @@ class FetchedRows:
     @property
     def are_there(self) -> bool:
         """Whether rows of a table are fetched."""
-        return bool(self._tables.sources)
+        return bool(self._tables.fetched)
 
     @property
     def are_all(self) -> bool:
         """Whether rows of all tables are fetched."""
-        return len(self._tables.sources) == len(self._tables)
+        return len(self._tables.fetched) == len(self._tables)
 
     def bring(self, batch: InFlightBatch, streams: Streams) -> None:
         """Fetches what the batch misses, and writes rows and locations on the side stream, where the buffer
@@ -136,12 +136,12 @@ class FetchedRows:
 
     def _missing(self, keys: NDArray[np.int64]) -> Iterator[_Missing]:
         """Yields the rows of each table, in parts for all threads. keys: of the batch's misses, ascending."""
-        for table, source in sorted(self._tables.sources.items()):
+        for table in sorted(self._tables.fetched):
             first, end = keys.searchsorted((table << ID_BITS, (table + 1) << ID_BITS)).tolist()
             parts = min(self._most, -(-(end - first) // _PART_ROWS))
             cuts = [first + (end - first) * n // parts for n in range(parts)]
             for start, stop in pairwise([*cuts, end]):
-                yield _Missing(table, source, keys, slice(start, stop))
+                yield _Missing(table, self._tables.sources[table], keys, slice(start, stop))
 
     def _fetch(self, missing: list[_Missing]) -> NDArray[np.uint8]:
         """Returns what came of all rows."""

@@ -60,12 +60,13 @@ class TableHandle:
 
 
 class Tables:
-    """Tables by number, with counters, int64 [tables, COUNTER_SIZE]. sources: by table, of rows that the host
-    fetches, while whoever registered it keeps them. The caller holds the cache's lock."""
+    """Tables by number, with counters, int64 [tables, COUNTER_SIZE]. fetched: those whose rows the host
+    fetches; sources: by table, while whoever registered it keeps them. The caller holds the cache's lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._tables: dict[int, CachedTable] = {}
+        self.fetched: set[int] = set()
         self.sources: WeakValueDictionary[int, FetchedTable] = WeakValueDictionary()
         self.counters = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
@@ -84,6 +85,8 @@ class Tables:
             for n in ((flags * GROUP_WORDS, 2), (flags,))
         ]
         self._tables[number] = CachedTable(name, address, rows, row_bytes, row_class, *maps)
+        if not address:
+            self.fetched.add(number)
         first, end = number * len(TableCounter), (number + 1) * len(TableCounter)
         if end > self.counters.numel():
             grown = torch.zeros(
@@ -98,6 +101,7 @@ class Tables:
 
     def remove(self, number: int) -> None:
         del self._tables[number]
+        self.fetched.discard(number)
         self.sources.pop(number, None)
 
     def clear_maps(self) -> None:

@@ -78,8 +78,8 @@ class Cached(InHostMemory):
 
     def read_from(self, source: Table | FetchedTable) -> None:
         if isinstance(source, FetchedTable):
-            self._source = source
             self._cache.read_from(self.cache_table, source)
+            self._source = source  # the one before it is in use until then
 
     def hot(self) -> NDArray[np.int64]:
         """None of those that lie on a disk, where a new version's would be read one by one."""

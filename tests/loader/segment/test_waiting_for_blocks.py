@@ -193,11 +193,12 @@ def test_who_looks_whether_a_disk_reads_again_waits_half_a_second(
     file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the next one a second after that: a batch holds up all of its requests."""
-    now, waited = [0.0], list[float]()
+    now, began, waited = [0.0], list[float](), list[float]()
     reader = file.reader()
     reader._breaker = breaker = Breaker(lambda: now[0])
 
     def late(*given: Any) -> None:
+        began.append(now[0])
         waited.append(given[3] / 1000)  # wait_ms
         now[0] += waited[-1]
 
@@ -209,10 +210,11 @@ def test_who_looks_whether_a_disk_reads_again_waits_half_a_second(
         reader(rows, out, state, now[0] + 2.0)
     assert breaker.hangs and waited == pytest.approx([2.0], abs=0.01)
     for _ in range(3):
-        now[0] += 1.0
-        for _ in range(2):
+        for passed in (0.7, 0.35, 0.0):
+            now[0] += passed
             reader(rows, out, state, now[0] + 2.0)
     assert waited == pytest.approx([2.0, 0.5, 0.5, 0.5], abs=0.01)
+    assert began == pytest.approx([0.0, 3.05, 4.6, 6.15], abs=0.05)
 
 
 def test_a_kept_row_is_read_once(file: File, monkeypatch: pytest.MonkeyPatch) -> None:

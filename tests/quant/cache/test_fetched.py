@@ -4,7 +4,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -290,7 +291,31 @@ def test_a_staging_buffer_grows_by_what_it_must() -> None:
             np.testing.assert_array_equal(rows, expected_of(made, ids[: len(rows)]))
         sizes.append(t.cache.bytes)
     (batch,) = t.cache._batches.all
-    assert len(set(sizes)) == 1 and batch.device_bytes == 512 < batch.staging.numel() <= 768
+    assert batch.device_bytes == 512 < batch.staging.numel() <= 768
+    size, batch.staging = batch.staging.numel(), batch.staging[:512]
+    assert set(sizes) == {t.cache.bytes + size}
+
+
+def test_a_table_is_read_all_the_time_while_others_take_its_hot_rows() -> None:
+    """A source that comes finds the one before it in its place; without any there is an error, and no row."""
+    t, made = Fetching(), table_of(RowFormat.INT8, 24)
+    held, _ = t.fetch(made)
+    number, seen = held.residence.cache_table, list[bool]()
+    exclusive = t.cache._working
+
+    @contextmanager
+    def working() -> Iterator[None]:
+        seen.append(number in t.cache._tables.sources)
+        with exclusive():
+            yield
+
+    t.cache._working = working  # type: ignore[method-assign]
+    held.residence.read_from(held.residence.source(made))
+    np.testing.assert_array_equal(t.rows((held, [3]))[0], expected_of(made, np.array([3])))
+    assert all(seen) and len(seen) > 1
+    t.cache._tables.sources.clear()
+    with pytest.raises(KeyError):
+        t.rows((held, [4]))
 
 
 def test_what_is_read_goes_with_its_table() -> None:
