@@ -217,7 +217,7 @@ class Pipeline:
             return 0
         likely = self._gather.last_bytes * 17 // 16
         unit = max(_COPY_UNIT, 1 << max(0, likely.bit_length() - 5))
-        return min(-(-likely // unit) * unit, self._gather.staging.numel(), batch.staging.numel())
+        return min(-(-likely // unit) * unit, self._gather.staging.numel(), batch.device_bytes)
 
     def _programs(self, ids: int, at_once: int) -> int:
         """Programs of a kernel that takes so many of a batch's misses at once, of which there may be few."""

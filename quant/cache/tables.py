@@ -23,8 +23,7 @@ _ROW_BYTES_END = 4 << 16  # `fetch.list_rows` counts a row's words in 16 bits
 @dataclass(frozen=True)
 class CachedTable:
     """A table, its class, and its maps of misses, as `TableField` says. address: of row 0 for the device; 0:
-    the host fetches rows.
-    row_bytes: there. misses: int32 [words, 2]; dirty: int32 [flags]."""
+    the host fetches rows. row_bytes: of one there. misses: int32 [words, 2]; dirty: int32 [flags]."""
 
     name: str
     address: int
