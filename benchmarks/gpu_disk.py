@@ -30,7 +30,7 @@ from disk_rows import forget
 from make_model import publish_random
 
 from tableside.loader.hot.counts import STEP, RowCounts
-from tableside.loader.hot.hot import hot_folder
+from tableside.loader.hot.hot import clear_hot, hot_folder
 from tableside.loader.hot.warm import warm
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
@@ -157,6 +157,7 @@ def published(folder: Path, rows: int) -> Iterator[Segment]:
         publish_random(folder, MODEL, {TABLE: (rows, DIM, "int8")}, alignment=4)
         yield Model(folder, MODEL).attach(verify="header")
     finally:
+        clear_hot(folder, MODEL, tuple)
         shutil.rmtree(folder, ignore_errors=True)
 
 
