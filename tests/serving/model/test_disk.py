@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+from disk_models import DIM, ROWS, SMALL, VALUES, load_floats
 from keyed_tables import ids_of
 from servers import Server, start_server
 from support import end, flip_bit, run_tableside, until
@@ -18,24 +19,17 @@ from support import end, flip_bit, run_tableside, until
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.hot.hot import hot_path
-from tableside.loader.hot.warm import warm
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
-from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.versions.retention import Retention
-from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.client import Client, ClientError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
-from tableside.serving.model.placements import Placements
 from tableside.serving.settings import ServerSettings
 
-ROWS, DIM = 20_000, 32
-VALUES = np.random.default_rng(3).standard_normal((ROWS, DIM)).astype(np.float32)
 IDS = ids_of(ROWS, 6)
-SMALL = np.random.default_rng(4).standard_normal((10, 8)).astype(np.float32)
 
 
 ON_DEVICE = ("--devices", tables.serve_device(), "--gpu-from-ids", 0)
@@ -53,18 +47,6 @@ def model(disk: Path, tmp_path: Path) -> Model:
     """A table of 2.5 MB, which has a file on the disk, and a small one."""
     load_floats(disk, tmp_path, VALUES)
     return Model(disk, "m")
-
-
-def load_floats(disk: Path, folder: Path, values: np.ndarray, **more: object) -> None:
-    np.savez(folder / "c.npz", big=values, small=SMALL)
-    raw = {
-        "name": "m",
-        "checkpoint": "c.npz",
-        "tables": {t: {"key": t, "row_format": "fp32"} for t in ("big", "small")},
-        "features": {t: {"table": t, "pooling": "none"} for t in ("big", "small")},
-        **more,
-    }
-    load(parse_model(raw, folder), disk)
 
 
 @pytest.fixture
@@ -120,42 +102,6 @@ def test_a_budget_is_given_to_one_model(model: Model) -> None:
     assert [one.placements["big"] for one in placed] == ["hbm", "stored"]
     stays = placer.place(model.attach(), stay=["small"])
     assert stays.placements["small"] == "stored"
-
-
-@pytest.mark.gpu
-def test_a_cache_on_a_device_fetches_hot_rows_from_memory(model: Model) -> None:
-    """Those that it missed before, also where newer changes lie over them."""
-    cached = {"devices": (tables.serve_device(),), "placement": "cached", "hbm_budget": 1 << 20}
-    read: list[int] = []
-
-    def count_reads(reader: BlockReader, *table: str) -> None:
-        reader.count = lambda where, rows: read.append(rows)
-
-    settings = ServerSettings(host_cache=1 << 20, **cached)
-    placer, segment = Placer(settings, choose(), count_reads=count_reads), model.attach()
-    placer.open()
-    placed, ids = placer.place(segment), np.arange(200)
-    assert placed.placements["big"] == "cached_stored" and placer.cache is not None
-
-    def check(placed: Placements, expected: np.ndarray) -> None:
-        with placer.cache._working():  # type: ignore[union-attr]
-            placer.cache._index.empty()  # type: ignore[union-attr]
-        found = placer.gpu.lookup(placed.on_gpu["big"], ids, pooling=Pooling.NONE)  # type: ignore[union-attr]
-        np.testing.assert_array_equal(found, expected)
-
-    check(placed, VALUES[ids])
-    assert sum(read) == 200 and placed.hot == 0 and not placer.has_hotter(segment, placed)
-    assert warm(model, 1, 1 << 20).rows == 200 and placer.has_hotter(segment, placed)
-    changes = [TableChanges("big", np.array([7]), np.full((1, DIM), 2.0, np.float32))]
-    apply(model, ChangeBatch(changes), ApplySettings(keep=Retention(2)))
-    changed = VALUES[ids]
-    changed[7] = 2.0
-    for state, expected in ((segment, VALUES[ids]), (attach_state(model, reuse=segment), changed)):
-        hotter = placer.place(state)
-        assert hotter.hot == 1 and not placer.has_hotter(state, hotter)
-        check(hotter, expected)
-    check(placed, VALUES[ids])  # which has no changes
-    assert sum(read) == 200
 
 
 def rows_of(client: Client, ids: Any) -> np.ndarray:
