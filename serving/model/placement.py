@@ -170,8 +170,7 @@ class Placer:
 
     def _under_hot(self, segment: Segment, placed: Placements) -> Placements:
         """The same with the tables that are read from a disk under the newest hot segment."""
-        stored = read_from_disk(placed.placements)
-        if not stored:
+        if not (stored := read_from_disk(placed.placements)):
             return placed
         hot = self.disk.hot.over(segment, stored)
         base = self.disk.hot.over(segment.base, stored)  # a device finds changes before rows are missing
@@ -339,22 +338,22 @@ class Placer:
 
         for name in (name for name, part in in_host.items() if part is InHost.ALL):
             logger.warning("the id index of table %s is read in host memory (--hbm-budget)", name)
-        of_disk = read_from_disk(kinds)
-        view = self._registered(gpu, segment, kinds, of_disk)
+        view = self._registered(gpu, segment, kinds)
         on_device = [n for n, kind in kinds.items() if residence(kind).is_on_device]
         key = KernelKey.of(*(segment.tables[name] for name in on_device))
         tables: dict[str, DeviceTable] = {}
         for stored in segment.header.tables:
             name, table = stored.name, segment.tables[stored.name]
-            made = makers[name](name, table, None if name in of_disk else view(stored))
+            made = makers[name](name, table, view(stored))
             tables[name] = gpu.placed(table, made, key, in_host.get(name, InHost.NOTHING))
         return tables
 
     def _registered(
-        self, gpu: "GpuBackend", segment: Segment, kinds: Mapping[str, str], of_disk: Collection[str]
+        self, gpu: "GpuBackend", segment: Segment, kinds: Mapping[str, str]
     ) -> "Callable[[StoredTable], torch.Tensor | None]":
-        """Registers the segment with CUDA if the GPU reads it, without tables `of_disk`; returns a function
-        from a table to its rows there."""
+        """Registers the segment with CUDA if the GPU reads it, without tables that are read from a disk;
+        returns a function from a table to its rows there."""
+        of_disk = set(read_from_disk(kinds))
         read = (kind for name, kind in kinds.items() if name not in of_disk)
         if gpu.device.reads_all_memory or not any(residence(k).registers(self._stashable) for k in read):
             return lambda stored: None
@@ -363,7 +362,7 @@ class Placer:
         registration = Registration(segment, gpu.device.torch_device, without=of_disk)
         said = (segment.path, registration.size / 1e9, registration.seconds)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)
-        return lambda stored: registration.view(stored.offset, stored.bytes)
+        return lambda t: None if t.name in of_disk else registration.view(t.offset, t.bytes)
 
 
 @contextmanager
