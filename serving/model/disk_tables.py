@@ -43,8 +43,8 @@ class DiskTables:
             self._count_reads(reader, base.header.model, name)
             reader.timeout_s = timeout_s
             reader.without_readahead()
-            may_stand = ids is not None and is_by_cpu(kinds[name])  # under a cache late rows are errors
-            default = self._default_row(reader, ids.default_row, name) if ids and may_stand else None
+            row = None if ids is None or not is_by_cpu(kinds[name]) else ids.default_row
+            default = self._default_row(reader, row, name)  # under a GPU's cache late rows are errors
             calls = reader, reader.ready, timeout_s, reader.away, reader.ask, default
             found[name] = RowReader(*calls, self.hot.counter(base, name), reader.read_in_place)
         return found
