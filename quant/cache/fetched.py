@@ -51,7 +51,7 @@ class _Missing:
             return None
         return row_map.overlay, place_rows(row_map, self._ids)[0]
 
-    @property
+    @cached_property
     def _own(self) -> NDArray[np.int64] | slice:
         """Where those are that lie in no hot segment."""
         return slice(None) if self._hot is None else np.flatnonzero(self._hot[1] == self.rows)

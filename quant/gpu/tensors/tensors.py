@@ -232,8 +232,7 @@ class TensorLookup:
         return self._new((*ids.shape, self._width))
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
-        """Begins to fetch a call's cached rows; they stay until the call. RowsNotRead: some do not come from
-        where the host fetches them."""
+        """Begins to fetch a call's cached rows; they stay until the call. RowsNotRead: some do not come."""
         if staged.probe is None:
             return staged
         with self.on_device:
