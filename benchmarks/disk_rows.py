@@ -30,7 +30,7 @@ from tableside.loader.segment.blocks import _READERS as THREADS
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.quant import LookupKind, Place, Pooling, choose
-from tableside.quant.contract import RowSource
+from tableside.quant.contract import RowSource, Waiting
 from tableside.quant.rows.fetched import FetchedTable, RowReader
 
 DIM, BATCHES, BAG, ROUNDS, SECONDS = 64, (1000, 16_640), 20, 5, 3.0
@@ -107,7 +107,9 @@ def lookup_of(table: RowSource, ids: np.ndarray) -> Any:
     out, inputs = np.empty(bags * 4 * DIM, np.uint8), ids.tobytes()
 
     def run() -> np.ndarray:
-        assert plan.run(inputs, out) is None
+        begun = plan.begin(inputs)
+        ready = begun.wait() if isinstance(begun, Waiting) else begun
+        assert ready.run(inputs, out) is None
         return out
 
     return run

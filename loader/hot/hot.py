@@ -4,9 +4,9 @@ share.
     /dev/shm/tableside-hot-UID/HASH/MODEL/3+7.delta     the seventh over version 3 of the root with this hash
     /dev/shm/tableside-hot-UID/HASH/MODEL/3.counts      what it is made from (loader.hot.counts)
 
-It has the format of a delta, and lookups find its rows as those of a delta that lies under all others. It
-holds the version's own rows, and never changes: another one takes its place. Whoever reads it checks that it
-is over the very version that is attached.
+It is a file as a delta is, of the version's own rows in their order, which are found by their row numbers
+(quant.rows.hot), and never changes: another one takes its place. Whoever reads it checks that it is over the
+very version that is attached.
 """
 
 import contextlib
@@ -14,20 +14,27 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tableside.loader.errors import AccessError, DamagedRows, SegmentError
 from tableside.loader.hot.counts import RowCounts, counted_tables
 from tableside.loader.segment.delta import Delta, delta_name
-from tableside.loader.segment.delta_writer import MergedTable, write_delta
+from tableside.loader.segment.delta_writer import write_tables
 from tableside.loader.segment.header import Change, checksum
 from tableside.loader.segment.segment import Segment, Verify
+from tableside.loader.segment.stored import StoredIds, StoredTable, hot_part, plan_index
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder, deltas_of, make_folder
 from tableside.loader.versions.verified import verify_once
+from tableside.quant.contract import Bytes, Ids
+from tableside.quant.rows.hot import fill_hot
 
 _SHARED = Path("/dev/shm")
 _PARTIAL = ".delta.partial"  # ends the name of one that is being made, by whoever holds the lock
 _OVER = "over"  # what the header calls the version's content
+_AT_ONCE = 1 << 14  # rows that are copied together
 _FILE = re.compile(r"([1-9][0-9]{0,17})(\+|\.counts)")
 
 
@@ -82,8 +89,15 @@ def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> D
     return hot
 
 
+class HotTable(NamedTuple):
+    """What a hot segment holds of a table. rows: [n], ascending; read: gives packed rows of some of them."""
+
+    rows: Ids
+    read: Callable[[Ids], Bytes]
+
+
 def write_hot(
-    folder: Folder, version: Segment, number: int, tables: Mapping[str, MergedTable], source: Delta | None
+    folder: Folder, version: Segment, number: int, tables: Mapping[str, HotTable], source: Delta | None
 ) -> int:
     """Writes a hot segment and has it take the place of those before it; returns its bytes. The caller holds
     the folder's lock. source: the one before it, of which rows are copied. NoSpace, RowsNotRead: nothing
@@ -93,8 +107,8 @@ def write_hot(
         folder.unlink(left)
     change = Change(number, positions={_OVER: _content(version)})
     try:
-        with folder.replacing(name) as partial:
-            size = write_delta(folder.path / partial, folder.create(partial), version.header, change, tables)
+        with folder.replacing(name) as new:
+            size = _write(folder.path / new, folder.create(new), version, change, tables)
             if source is not None:  # now: what changed before the copies were made is found
                 source.segment.verify()
     except DamagedRows:
@@ -103,6 +117,26 @@ def write_hot(
         raise
     remove_hot(folder, version.header.version, number)
     return size
+
+
+def _write(path: Path, fd: int, version: Segment, change: Change, tables: Mapping[str, HotTable]) -> int:
+    ids = dict[str, StoredIds]()
+    for name, table in tables.items():
+        of, count = version.tables[name], table.rows.size
+        index = plan_index(of.row_format, of.dim, count, 1, numbered=of.rows)
+        ids[name] = StoredIds(count, index=index)
+    with write_tables(path, fd, version.header, change, ids, partial(_fill, tables)) as writer:
+        writer.seal({})
+    return writer.size
+
+
+def _fill(tables: Mapping[str, HotTable], writer: SegmentWriter, stored: StoredTable) -> None:
+    rows, read = tables[stored.name]
+    assert stored.index is not None
+    packed, marks = writer.rows(stored, 0, stored.rows), writer.rows(stored.index, 0, stored.index.rows)
+    for start in range(0, rows.size, _AT_ONCE):
+        packed[start : start + _AT_ONCE][: rows.size - start] = read(rows[start : start + _AT_ONCE])
+    fill_hot(rows, hot_part(stored.index, marks.reshape(-1)))
 
 
 def remove_hot(folder: Folder, version: int, until: int) -> None:

@@ -12,21 +12,20 @@ import numpy as np
 
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.hot.counts import HOT, MOST, RowCounts, counted_tables, own_rows
-from tableside.loader.hot.hot import clear_hot, hot_folder, open_hot, remove_hot, write_hot
+from tableside.loader.hot.hot import HotTable, clear_hot, hot_folder, open_hot, remove_hot, write_hot
 from tableside.loader.segment.delta import Delta, delta_name
-from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.folder import Folder, deltas_of
 from tableside.loader.versions.versions import Model
 from tableside.quant.contract import Bytes, Ids
+from tableside.quant.cpu.in_memory import kept_ids
 from tableside.quant.rows.fetched import not_read
-from tableside.quant.rows.ids import ID_BYTES, RowMap
+from tableside.quant.rows.ids import RowMap
 
 _GAIN = 0.01  # of the ids, for which another hot segment is made
 _NEW = 1.5  # ids for each of its rows, after which all counts are halved
-_ROW_SHARE, _ROW_BYTES = 1.02, 18  # bytes of a row with its place in the id index
-_SLACK_BYTES = 1 << 20  # by which a budget may be missed: whole pages, and marks
+_SLACK_BYTES = 1 << 20  # by which a budget may be missed: whole pages
 _AT_ONCE = 1 << 16  # rows that are read together
 
 
@@ -77,25 +76,23 @@ class _Warming:
         if self._counts.sampled > _NEW * sum(rows.size for rows in chosen.values()):
             self._counts.age()
         found = Warmed(has / total, had / total)
-        is_too_large = self._before is not None and self._before.segment.size > self._budget + _SLACK_BYTES
+        is_too_large = _row_bytes(self._before) > self._budget + _SLACK_BYTES
         if has - had <= _GAIN * total and not is_too_large:
             return found
-        entries = {name: self._entries(name, rows) for name, rows in chosen.items()}
-        rows = {name: part.rows for name, part in entries.items() if part.rows.size}
-        if not rows:
+        tables = {name: self._table(name, rows) for name, rows in chosen.items()}
+        tables = {name: table for name, table in tables.items() if table.rows.size}
+        if not tables:
             remove_hot(folder, self._version.header.version, number + 1 if is_too_large else 0)
             return found
-        tables = merge(self._version, [(name, [entries[name]]) for name in rows], 1)
         size = write_hot(folder, self._version, self._counts.new_number(number), tables, self._before)
-        self._counts.mark(rows)
-        count = sum(r.size for r in rows.values())
-        return found._replace(rows=count, bytes=size)
+        self._counts.mark({name: table.rows for name, table in tables.items()})
+        return found._replace(rows=sum(table.rows.size for table in tables.values()), bytes=size)
 
     def _chosen(self) -> dict[str, Ids]:
         """Returns the rows that were asked for most, by table, ascending; of those that were asked for as
         often, first the ones that are there."""
-        left, chosen = float(self._budget), dict[str, list[Ids]]()
-        costs = {name: _ROW_SHARE * t.row_bytes + _ROW_BYTES for name, t in self._tables.items()}
+        left, chosen = self._budget, dict[str, list[Ids]]()
+        costs = {name: t.row_bytes for name, t in self._tables.items()}
         steps = [
             ((byte & MOST) / costs[name], byte, name)
             for name in self._tables
@@ -103,24 +100,20 @@ class _Warming:
             if byte & MOST
         ]
         for _, byte, name in sorted(steps, reverse=True):
-            rows = self._counts.rows_with(name, byte, int(left / costs[name]))
+            rows = self._counts.rows_with(name, byte, left // costs[name])
             chosen.setdefault(name, []).append(rows)
             left -= rows.size * costs[name]
         return {name: np.sort(np.concatenate(parts)) for name, parts in chosen.items()}
 
-    def _entries(self, name: str, rows: Ids) -> DeltaEntries:
-        """The rows that have an id, and are this version's own."""
+    def _table(self, name: str, rows: Ids) -> HotTable:
+        """Those of the rows that have an id, and are this version's own."""
         table, read = self._version.tables[name], _RowCopier(self._version, self._tables[name], self._before)
         row_map = RowMap(table.rows) if table.row_map is None else table.row_map
         if row_map.index is None:
-            ids, has_id = row_map.ids_of(rows)
+            has_id = row_map.ids_of(rows)[1]
         else:
-            ids = read.kept_ids(rows)
-            has_id = own_rows(row_map, ids) == rows
-        has_id &= ~row_map.is_backfilled(rows)
-        ids, rows = ids[has_id], rows[has_id]
-        nothing = np.empty((0, table.row_bytes), np.uint8)
-        return DeltaEntries(ids, nothing, rows, np.zeros(rows.size, np.bool_), read)
+            has_id = own_rows(row_map, read.kept_ids(rows)) == rows
+        return HotTable(rows[has_id & ~row_map.is_backfilled(rows)], read)
 
 
 class _RowCopier:
@@ -130,10 +123,8 @@ class _RowCopier:
         self._stored, self._fetch = stored, version.readers[stored.name]
         self._there = np.empty(0, np.int64)
         if before is not None and stored.name in before.tables:
-            kept = entries_of(before.own_layer(stored.name))
-            rows = own_rows(version.tables[stored.name].row_map, kept.ids)
-            order = rows.argsort()
-            self._there, self._slots, self._packed = rows[order], kept.rows[order], kept.packed
+            hot = before.own_hot_rows(stored.name, stored.rows)
+            self._there, self._packed = hot.numbers(), hot.packed
 
     def __call__(self, rows: Ids) -> Bytes:
         """Returns rows [n], ascending. RowsNotRead: some are late or damaged."""
@@ -142,7 +133,7 @@ class _RowCopier:
         if self._there.size:
             at = np.minimum(self._there.searchsorted(rows), self._there.size - 1)
             left = self._there[at] != rows
-            out[~left] = self._packed[self._slots[at[~left]]]
+            out[~left] = self._packed[at[~left]]
         wanted = rows[left]
         fetched, state = np.empty((wanted.size, out.shape[1]), np.uint8), np.zeros(wanted.size, np.uint8)
         self._fetch(wanted, fetched, state, None)
@@ -154,12 +145,15 @@ class _RowCopier:
     def kept_ids(self, rows: Ids) -> Ids:
         """Returns the id that each row [n] keeps, ascending rows."""
         assert self._stored.index is not None
-        at = self._stored.index.id_at
         ids = np.empty(rows.size, np.int64)
         for start in range(0, rows.size, _AT_ONCE):
-            packed = self(rows[start : start + _AT_ONCE])[:, at : at + ID_BYTES]
-            ids[start : start + _AT_ONCE] = np.ascontiguousarray(packed).view(np.int64)[:, 0]
+            packed = self(rows[start : start + _AT_ONCE])
+            ids[start : start + _AT_ONCE] = kept_ids(packed, self._stored.index.id_at)
         return ids
+
+
+def _row_bytes(hot: Delta | None) -> int:
+    return 0 if hot is None else sum(table.bytes for table in hot.tables.values())
 
 
 def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) -> None:
@@ -173,14 +167,15 @@ def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) 
             hot = open_hot(folder, before, max(deltas_of(folder, number), default=0), "header")
         except (SegmentError, VersionError):  # it is damaged, or was removed meanwhile
             continue
+        stored = {table.name: table for table in counted_tables(before)}
         for name in known.tables.keys() & counts.tables.keys():
             row_map, uses = before.tables[name].row_map, known.tables[name]
-            if row_map is None or row_map.index is None:
+            if (index := stored[name].index) is None:
                 used = np.flatnonzero(uses & MOST)
                 ids = used if row_map is None else row_map.ids_of(used)[0]
             elif hot is not None and name in hot.tables:
-                ids = entries_of(hot.own_layer(name)).ids
-                used = own_rows(row_map, ids)
+                had = hot.own_hot_rows(name, stored[name].rows)
+                used, ids = had.numbers(), kept_ids(had.packed, index.id_at)
             else:
                 continue
             rows = own_rows(version.tables[name].row_map, ids)

@@ -141,13 +141,16 @@ class _LiveTable:
 
     def __init__(self, spec: TableSpec, table: Table, backend: CpuBackend) -> None:
         self.spec, self.table, self._backend = spec, table, backend
-        self._overlay = None if table.row_map is None else table.row_map.overlay
+        overlay = None if table.row_map is None else table.row_map.overlay
         self._is_raw = spec.raw is not None
         self._lock = Lock()
         # Rows of the version and of each layer, which an id of the checkpoint has
-        layers = () if self._overlay is None else self._overlay.layers
-        self._seen = [np.zeros(table.rows, np.bool_), *(np.zeros(x.index.slots, np.bool_) for x in layers)]
-        self._firsts = [0, *(layer.first_row for layer in layers)]
+        self._layers = () if overlay is None else overlay.layers
+        self._seen = [
+            np.zeros(table.rows, np.bool_),
+            *(np.zeros(x.index.slots, np.bool_) for x in self._layers),
+        ]
+        self._firsts = [0, *(layer.first_row for layer in self._layers)]
 
     def changed(self, ids: Ids, values: NDArray[np.generic], source: Source) -> _Rows:
         """Returns the rows that are not those of the live state. values: [n, dim]."""
@@ -175,8 +178,7 @@ class _LiveTable:
             return packed[first : first + len(ids)], is_base
         rows = np.zeros((len(ids), self.table.row_bytes), np.uint8)
         rows[is_base] = packed[numbers[is_base]]
-        if self._overlay is not None:
-            self._overlay.rows(numbers, rows)
+        row_map.copy_elsewhere(numbers, rows)
         if self._is_raw:
             self._mark(numbers)
         return rows, numbers != -1
@@ -198,8 +200,7 @@ class _LiveTable:
             rows, ids = row_map.rows_with_ids(start, min(start + _BLOCK_ROWS, row_map.rows))
             left = ~self._seen[0][rows]
             found.append(ids[left][row_map.find(ids[left]) == rows[left]])
-        layers = () if self._overlay is None else self._overlay.layers
-        for layer, seen in zip(layers, self._seen[1:], strict=True):
+        for layer, seen in zip(self._layers, self._seen[1:], strict=True):
             slots = np.flatnonzero(~seen)
             ids, has_id = layer.index.ids_of(slots)
             at = slots[has_id] + layer.first_row

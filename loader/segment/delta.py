@@ -20,9 +20,10 @@ from tableside.loader.errors import SegmentError
 from tableside.loader.segment.header import Change, checksum
 from tableside.loader.segment.memory import MappedWindow
 from tableside.loader.segment.segment import Segment, Verify, unpickled
-from tableside.loader.segment.stored import StoredTable, filter_part, marks_part
+from tableside.loader.segment.stored import filter_part, hot_part, marks_part
 from tableside.quant import Table
 from tableside.quant.contract import Bytes
+from tableside.quant.rows.hot import HotRows
 from tableside.quant.rows.ids import RowMap
 from tableside.quant.rows.overlay import Overlay, OverlayLayer
 
@@ -73,7 +74,20 @@ class Delta:
 
     def layer(self, name: str, base: Table) -> OverlayLayer:
         """Returns the delta's layer over table `name`, read beside `base`. SegmentError: rows are packed
-        otherwise."""
+        otherwise, or are hot ones."""
+        return self._layer(name, *self._beside(name, base), base)
+
+    def hot_rows(self, name: str, base: Table) -> HotRows:
+        """Returns the rows of a hot segment (loader.hot.hot), as `layer`. SegmentError: it is a delta."""
+        return self._hot(name, *self._beside(name, base), base.rows)
+
+    def own_hot_rows(self, name: str, rows: int) -> HotRows:
+        """Returns the same with slots as row numbers, for callers that do not look rows up. rows: of the
+        version's table."""
+        return self._hot(name, self.segment.tables[name].packed, 0, rows)
+
+    def _beside(self, name: str, base: Table) -> tuple[Bytes, int]:
+        """Returns a table's rows where they lie some rows away from `base`, and how many."""
         stored, table = self.tables[name], self.segment.tables[name]
         if (table.row_format, table.dim, table.row_bytes) != (base.row_format, base.dim, base.row_bytes):
             formats = [f"{t.row_format.label} of dim {t.dim} in {t.row_bytes} bytes" for t in (table, base)]
@@ -82,19 +96,26 @@ class Delta:
             )
         window = MappedWindow(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
         packed = window.bytes.reshape(stored.rows, stored.row_bytes)
-        distance = packed.ctypes.data - base.address
-        return self._layer(stored, table, packed, distance // stored.row_bytes, base)
+        return packed, (packed.ctypes.data - base.address) // stored.row_bytes
 
     def own_layer(self, name: str) -> OverlayLayer:
         """Returns the layer with row numbers from 0, for callers that do not look rows up."""
-        return self._layer(self.tables[name], self.segment.tables[name], self.segment.tables[name].packed, 0)
+        return self._layer(name, self.segment.tables[name].packed, 0)
 
-    def _layer(
-        self, stored: StoredTable, table: Table, packed: Bytes, first_row: int, base: Table | None = None
-    ) -> OverlayLayer:
-        assert stored.ids is not None and stored.ids.index is not None and table.row_map is not None
-        index = table.row_map.index
-        assert index is not None
+    def _hot(self, name: str, packed: Bytes, first_row: int, rows: int) -> HotRows:
+        at = self.tables[name].index
+        if at is None or at.numbered != rows:
+            raise SegmentError(
+                f"{self.path}: table {name!r} has no marks of hot rows, or not of {rows} rows: remove it"
+            )
+        marks = hot_part(at, self.segment.mapping.bytes[at.offset : at.offset + at.bytes])
+        return HotRows(marks, packed[: at.slots], first_row)
+
+    def _layer(self, name: str, packed: Bytes, first_row: int, base: Table | None = None) -> OverlayLayer:
+        stored, row_map = self.tables[name], self.segment.tables[name].row_map
+        if row_map is None or (index := row_map.index) is None:
+            raise SegmentError(f"{self.path} holds hot rows, and is no delta: remove it")
+        assert stored.ids is not None and stored.ids.index is not None
         at = stored.ids.index
         data = self.segment.mapping.bytes[at.offset : at.offset + at.bytes]
         words, marks = filter_part(at, data, stored.ids.has_bits), None

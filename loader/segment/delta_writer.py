@@ -15,6 +15,7 @@ from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import (
     StoredIds,
+    StoredTable,
     Times,
     filter_part,
     keep_zero_apart,
@@ -135,16 +136,29 @@ def write_unsealed(
 ) -> SegmentWriter:
     """Writes a delta over version `base` without its header; the caller seals it. fd: an empty file at
     `path`, closed by the writer. NoSpace: the file stays empty."""
+    ids = {name: table.ids for name, table in tables.items()}
+    return write_tables(
+        path, fd, base, change, ids, lambda writer, one: _write(writer, one, tables[one.name])
+    )
+
+
+def write_tables(
+    path: Path, fd: int, base: Header, change: Change, ids: Mapping[str, StoredIds],
+    write: Callable[[SegmentWriter, StoredTable], None],
+) -> SegmentWriter:  # fmt: skip
+    """As `write_unsealed`. ids: of each table, with an index. write: writes one of the planned tables."""
     of = {t.name: t for t in base.tables}
     planned = plan_tables(
-        replace(of[name], rows=t.index.slots + 1, ids=t.ids, chunk_rows=1) for name, t in tables.items()
+        replace(of[name], rows=one.index.slots + 1, ids=one, chunk_rows=1)
+        for name, one in ids.items()
+        if one.index is not None
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")
     header = Header(base.model, base.version, created, planned, (), delta=change)
     writer = SegmentWriter(path, header, b"", fd)
     try:
         for stored in writer.header.tables:
-            _write(writer, stored.name, tables[stored.name])
+            write(writer, stored)
         writer.finish_rest()
     except BaseException:
         writer.close()
@@ -152,8 +166,7 @@ def write_unsealed(
     return writer
 
 
-def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
-    stored = next(t for t in writer.header.tables if t.name == name)
+def _write(writer: SegmentWriter, stored: StoredTable, table: MergedTable) -> None:
     assert stored.ids is not None and stored.ids.index is not None
     at, packed = stored.ids.index, writer.rows(stored, 0, stored.rows)
     data = writer.rows(at, 0, at.rows).reshape(-1)

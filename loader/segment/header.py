@@ -14,7 +14,7 @@ from tableside.loader.model.specs import EvalSpec, FeatureSpec
 from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, StoredTable
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 12
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 13
 PRELUDE = struct.Struct("<8sIIQQ32x")
 TABLE_ALIGNMENT_BYTES = FILE_HEAD_BYTES = 4096
 LARGEST_FILE_BYTES = 1 << 42  # of a table
@@ -139,7 +139,7 @@ class Header:
                 del table["ids"]
                 continue
             _drop_empty(ids, "deleted", "strings", "ttl_s", "max_rows", "expired", "evicted")
-            _drop_empty(ids["index"], "filter_words", "marked", "has_times")
+            _drop_empty(ids["index"], "filter_words", "marked", "has_times", "numbered")
         return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -189,6 +189,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if any(index.numbered for index in self.indexes):
+            return 13
         if any(t.has_times for t in self.tables):
             return 12
         if self.string_tables:

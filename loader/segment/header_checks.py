@@ -105,8 +105,10 @@ def check_header(header: Header, header_end: int, size: int) -> None:
     for change in (header.delta, header.merged):
         if change is not None:
             _check_change(change)
+    if header.delta is None and any(i.numbered for i in header.indexes):
+        raise SegmentError("a version has the marks of hot rows")
     if header.delta is not None and not all(
-        i.filter_words and not i.bucket_ids and i.owned == i.buckets for i in header.indexes
+        (i.filter_words or i.numbered) and not i.bucket_ids and i.owned == i.buckets for i in header.indexes
     ):
         raise SegmentError("a table of the delta has no filter, or not all of its buckets")
     if header.delta is not None and len(header.indexes) != len(header.tables):

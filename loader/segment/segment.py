@@ -7,7 +7,7 @@ files of their own (loader.segment.layout). Numbers are little-endian.
                     3 for a delta (loader.segment.delta) and a compacted version; 4 if tables have files,
                     6 if other hosts have rows; 7 if changes are numbered alike on several hosts; 8 if files
                     have checksums of blocks, 5 if those are an older release's; 10 if Redis has rows; 11 if
-                    ids are strings; 12 if rows have times
+                    ids are strings; 12 if rows have times; 13 of hot rows (loader.hot.hot)
     12       4      H, uint32: bytes of the header
     16       8      bytes of this file, uint64
     24       8      xxh3-64 of header and checksums

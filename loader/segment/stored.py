@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from tableside.loader.errors import SegmentError
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.row_format import RowFormat
-from tableside.quant.rows.ids import ID_BYTES, DirectoryField, IdIndex, RowMap, id_at, pilots_for
+from tableside.quant.rows.hot import WORD_BYTES, hot_words
+from tableside.quant.rows.ids import ID_BYTES, U64, DirectoryField, IdIndex, RowMap, id_at, pilots_for
 from tableside.quant.rows.overlay import Marks, mark_words
 
 INDEX_UNIT_BYTES = 64  # parts of an index begin at multiples of this
@@ -53,7 +54,8 @@ class StoredIndex(StoredRows):
     of them, from `first_bucket`, are here. bucket_ids: ids per bucket; 0: by hash. slots: rows without the
     default row. id_at: place of the id in its row; -1: in the index. filter_words: uint64 of the filter.
     marked: row numbers with marks; 0: none. has_times: whether each slot has a time, seconds since 1970 as
-    uint32 (`times_of`); not in a repr, which `Segment.content` is made of."""
+    uint32 (`times_of`); not in a repr, which `Segment.content` is made of. numbered: how many rows of the
+    version have marks (`quant.rows.hot`), which are all that there is of hot rows; 0: these are none."""
 
     buckets: int
     bucket_ids: int
@@ -64,6 +66,7 @@ class StoredIndex(StoredRows):
     filter_words: int = 0
     marked: int = 0
     has_times: bool = field(default=False, repr=False)
+    numbered: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,14 @@ class StoredTable(StoredRows):
 def plan_index(
     row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0,
     owned: int | None = None, has_backfilled: bool = False, filter_words: int = 0, marked: int = 0,
-    has_times: bool = False,
+    has_times: bool = False, numbered: int = 0,
 ) -> StoredIndex:  # fmt: skip
     """Plans an index; offset and first checksum are set later. owned: None for all buckets."""
     owned = buckets if owned is None else owned
-    at = -1 if filter_words else id_at(row_format, dim)
+    at = -1 if filter_words or numbered else id_at(row_format, dim)
     rows = (0, INDEX_UNIT_BYTES, 0, (1 << 20) // INDEX_UNIT_BYTES, 0)
     where = (buckets, bucket_ids, first_bucket, owned)
-    index = StoredIndex(*rows, *where, slots, at, filter_words, marked, has_times)
+    index = StoredIndex(*rows, *where, slots, at, filter_words, marked, has_times, numbered)
     end = sum(-(-size // INDEX_UNIT_BYTES) for size in _part_bytes(index, has_backfilled))
     return replace(index, rows=end)
 
@@ -157,6 +160,11 @@ def marks_part(index: StoredIndex, data: Bytes, has_deleted: bool, first: int) -
         return None
     bits, before, slots = _parts(index, data, has_deleted)[5:8]
     return Marks(first, index.marked, bits.view("<u8"), before.view("<u4"), slots.view("<u4"))
+
+
+def hot_part(index: StoredIndex, data: Bytes) -> U64:
+    """Returns the marks of hot rows over an index's bytes, uint64 [words, 2]."""
+    return _parts(index, data, False)[0].view("<u8").reshape(-1, 2)
 
 
 def times_part(index: StoredIndex, data: Bytes, has_bits: bool) -> Times:
@@ -186,6 +194,8 @@ def _parts(index: StoredIndex, data: Bytes, has_backfilled: bool) -> list[Bytes]
 
 
 def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, ...]:
+    if index.numbered:
+        return (WORD_BYTES * hot_words(index.numbered),)
     return (
         (index.owned + 1) * _ENTRY_BYTES,
         pilots_for(index.slots, index.owned),
@@ -240,7 +250,9 @@ def row_map(table: StoredTable, segment: Bytes, packed: Bytes) -> RowMap | None:
     table."""
     if (ids := table.ids) is None:
         return None
-    if (stored := ids.index) is None:
+    if (stored := ids.index) is not None and stored.numbered:
+        return None
+    if stored is None:
         return RowMap(ids.count, ids.default_row, None, ids.first, ids.count - ids.backfilled)
     index = id_index(stored, segment[stored.offset : stored.offset + stored.bytes], packed, ids.has_bits)
     first = index.directory[:, 0]
@@ -306,7 +318,8 @@ def check_ids(t: StoredTable) -> None:
         )
     buckets = (index.buckets, index.bucket_ids, index.first_bucket, index.owned)
     shape = (RowFormat.parse(t.row_format), t.dim, index.slots)
-    expected = plan_index(*shape, *buckets, ids.has_bits, index.filter_words, index.marked, index.has_times)
+    layers = (index.filter_words, index.marked)
+    expected = plan_index(*shape, *buckets, ids.has_bits, *layers, index.has_times, index.numbered)
     is_planned = replace(index, offset=0, first_chunk=0) == expected
     is_planned &= index.id_at < 0 or index.id_at + ID_BYTES <= t.row_bytes
     if index.slots != t.rows - 1 or ids.count > index.slots or not is_planned:

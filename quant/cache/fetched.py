@@ -21,7 +21,7 @@ from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.device.device import Device
 from tableside.quant.row_format import device_row_bytes
 from tableside.quant.rows.fetched import FetchedTable, RowState
-from tableside.quant.rows.overlay import Overlay
+from tableside.quant.rows.ids import RowMap
 
 _COUNT_BITS = 32  # of `BatchState.MISSES`
 _PART_ROWS = 1024  # that are worth a thread
@@ -44,12 +44,12 @@ class _Missing:
         return self.rows if self.source.row_map is None else self.rows + np.int64(self.source.row_map.first)
 
     @cached_property
-    def _hot(self) -> tuple[Overlay, NDArray[np.int64]] | None:
-        """The hot segment, and the number that each row has with it."""
+    def _hot(self) -> tuple[RowMap, NDArray[np.int64]] | None:
+        """The map to the hot segment, and the number that each row has with it."""
         row_map = self.source.row_map
-        if row_map is None or row_map.overlay is None:
+        if row_map is None or row_map.hot is None:
             return None
-        return row_map.overlay, place_rows(row_map, self._ids)[0]
+        return row_map, place_rows(row_map, self._ids)[0]
 
     @cached_property
     def _own(self) -> NDArray[np.int64] | slice:
@@ -77,7 +77,7 @@ class _Missing:
             out[own, :row_bytes] = packed
             out[:, row_bytes:] = 0
         if self._hot is not None:
-            self._hot[0].rows(self._hot[1], out[:, :row_bytes])
+            self._hot[0].copy_elsewhere(self._hot[1], out[:, :row_bytes])
         return state
 
 

@@ -31,7 +31,7 @@ def lookup(
     row_map: int,
 ) -> tuple[int, int, int, int] | None: ...
 def run(
-    kinds: bytes, places: Any, inputs: Any, outputs: Any, threads: int
+    kinds: bytes, places: Any, inputs: Any, outputs: Any, threads: int, ids: Any
 ) -> tuple[int, int, int, int] | bytes | None: ...
 def quantize(
     row_format: int, source: int, values: Any, rows: int, dim: int, out: Any, row_bytes: int

@@ -26,6 +26,7 @@ from tableside.quant.contract import (
     place_of,
     places_in,
 )
+from tableside.quant.cpu.address_space import MEMORY, places_in_memory
 from tableside.quant.cpu.checked import check_arguments, inputs_of, plain_rows, rows_of
 from tableside.quant.cpu.staged import StagedPlanner
 from tableside.quant.cpu.staged_rows import fetched
@@ -90,7 +91,7 @@ class CpuBackend(Backend):
         return self.memory_planner(kinds, threads)
 
     @abstractmethod
-    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
+    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> "MemoryPlanner":
         """As `planner`, of tables in memory."""
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
@@ -132,7 +133,18 @@ class CheckedLookup(NamedTuple):
     out: Floats
 
 
-class CpuPlanner(Planner):
+class MemoryPlanner(Planner):
+    """Plans lookups of tables in memory."""
+
+    def run_rows(
+        self, places: Any, inputs: Any, outputs: Any, numbers_at: NDArray[np.int64]
+    ) -> Sequence[Unfound] | None:
+        """As `run`, of places [n, fields of `Place`]. numbers_at: [n] addresses of what a lookup reads
+        instead of its ids, or 0."""
+        return self.run(places_in_memory(places, inputs, outputs, numbers_at).tobytes(), MEMORY, MEMORY)
+
+
+class CpuPlanner(MemoryPlanner):
     """Runs lookups of a backend that checks nothing by itself: all inputs are checked first, then looked
     up."""
 

@@ -110,13 +110,13 @@ def rows_of(
 
 def plain_rows(table: Table, rows: NDArray[np.int64]) -> tuple[Table, NDArray[np.int64]]:
     """Returns a table without a map and the numbers in it of rows [n] of `table`. `rows` must not contain -1.
-    The table is `table` itself, or a copy of the rows if it has an overlay."""
+    The table is `table` itself, or a copy of the rows if some may lie elsewhere."""
     if table.row_map is None:
         return table, rows
-    if (overlay := table.row_map.overlay) is None:
+    if not table.row_map.elsewhere:
         return replace(table, row_map=None), rows
     own = (rows >= 0) & (rows < table.rows)
     packed = np.empty((max(1, rows.size), table.row_bytes), np.uint8)
     packed[: rows.size][own] = table.packed[rows[own]]
-    overlay.rows(rows, packed[: rows.size])
+    table.row_map.copy_elsewhere(rows, packed[: rows.size])
     return Table(packed, table.row_format, table.dim), np.arange(rows.size, dtype=np.int64)

@@ -18,7 +18,6 @@ from tableside.quant.contract import (
     Lengths,
     Lookup,
     LookupKind,
-    Planner,
     Pooling,
     Precision,
     Table,
@@ -114,7 +113,7 @@ class Fbgemm(CpuBackend):
         bound = operator(plain, out.dtype == np.float16)
         _call(bound, [CheckedLookup(plain, pooling, rows, lengths, weights, out)])
 
-    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
+    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> CpuPlanner:
         return _Planner(kinds)
 
 
@@ -144,7 +143,7 @@ class _Planner(CpuPlanner):
 
     def _operator(self, kinds: Sequence[int], lookups: Sequence[CheckedLookup]) -> Any:
         maps = [self.tables[kind].row_map for kind in kinds]
-        if any(m is not None and m.overlay is not None for m in maps):
+        if any(m is not None and m.elsewhere for m in maps):
             return operator(
                 [one.table for one in lookups], lookups[0].out.dtype == np.float16
             )  # of rows copied for this call

@@ -10,34 +10,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
-    FIELD,
     Bytes,
     Ids,
     Lookup,
     LookupKind,
     Place,
     Plan,
-    Planner,
     Table,
     Unfound,
 )
-from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
+from tableside.quant.cpu.address_space import BASE, MEMORY
 from tableside.quant.cpu.index_builder import in_layers, place_rows
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader
 from tableside.quant.rows.ids import ID_BYTES, array_address
 from tableside.quant.rows.overlay import NO_ROW
 
 if TYPE_CHECKING:
-    from tableside.quant.cpu.backend import CpuBackend
+    from tableside.quant.cpu.backend import CpuBackend, MemoryPlanner
 
 How = Callable[[RowReader], Fetch | None]  # which way rows are fetched; None: not that way
 
-_MANY_IDS = 4096  # for fewer, finding rows again takes less than other places do
 _ADDRESSES = 1 << 47  # that a process has
 _NOWHERE = np.zeros(0, np.int64)
-# Whether a field is an offset into the inputs, or into the outputs
-_OF_INPUTS = np.array([name in ("ids_at", "lengths_at", "weights_at") for name in Place._fields], np.int64)
-_OF_OUTPUTS = np.array([name in ("out_at", "found_at") for name in Place._fields], np.int64)
 
 
 class CopiedRows(NamedTuple):
@@ -89,14 +83,14 @@ class InMemory:
         self._layered = np.array(layered, np.int64)
         self._has_layers = self._by_number is not None and any(address > 0 for address, *_ in layered)
 
-    def _planner_of(self, tables: Sequence[Table]) -> Planner:
+    def _planner_of(self, tables: Sequence[Table]) -> "MemoryPlanner":
         of_kind = [
             LookupKind(table, kind.pooling, kind.precision)
             for kind, table in zip(self._kinds, tables, strict=True)
         ]
         return self._backend.memory_planner(of_kind, self._threads)
 
-    def _planner_over(self, spans: "Sequence[_Span]") -> Planner:
+    def _planner_over(self, spans: "Sequence[_Span]") -> "MemoryPlanner":
         """Returns what plans by row numbers, from the first one of a span on."""
         each = zip(self._kinds, self._tables, spans, strict=True)
         return self._planner_of([t if t is kind.table else span.table(t) for kind, t, span in each])
@@ -106,7 +100,7 @@ class InMemory:
         return [_Span.everywhere(table) for table in self._tables]
 
     @cached_property
-    def _by_address(self) -> Planner:
+    def _by_address(self) -> "MemoryPlanner":
         return self._planner_over(self._everywhere)
 
     def plan(
@@ -175,8 +169,6 @@ class InMemory:
             if isinstance(kind.table, FetchedTable) and (count := kind.table.reader.in_place) is not None:
                 count(place.ids)
         numbers, at = found
-        if numbers.size < _MANY_IDS:
-            return self._planner.plan(places)
         return _NumberedPlan((self, numbers), self._by_number, places, at)
 
     def _plain(
@@ -188,7 +180,7 @@ class InMemory:
     ) -> Plan:
         """Of rows that all lie at their tables' addresses. rows_of: by the lookup's number."""
         mapped = [job for job in rows_of if asked[job][0].table.row_map is not None]
-        if self._by_number is None or not is_sure or sum(rows_of[job].size for job in mapped) < _MANY_IDS:
+        if self._by_number is None or not is_sure or not mapped:
             return self._planner.plan(places)
         numbers = {job: rows_of[job] - self._spans[asked[job][1].kind].first for job in mapped}
         return _NumberedPlan((self, numbers), self._by_number, places, addresses(numbers, len(asked)))
@@ -255,17 +247,16 @@ def _fetched(kind: Lookup | LookupKind) -> FetchedTable:
 
 
 class _NumberedPlan(Plan):
-    """owners: keep rows and numbers in memory. numbers_at: as `places_in_memory` takes them."""
+    """owners: keep rows and numbers in memory. numbers_at: as of `MemoryPlanner.run_rows`."""
 
     def __init__(
-        self, owners: Sequence[object], planner: Planner, places: Any, numbers_at: NDArray[np.int64]
+        self, owners: Sequence[object], planner: "MemoryPlanner", places: Any, numbers_at: NDArray[np.int64]
     ) -> None:
         self._owners, self._planner, self._numbers_at = owners, planner, numbers_at
         self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        places = places_in_memory(self._places, inputs, outputs, self._numbers_at)
-        return self._planner.run(places.tobytes(), MEMORY, MEMORY)
+        return self._planner.run_rows(self._places, inputs, outputs, self._numbers_at)
 
 
 def kept_ids(packed: Bytes, at: int) -> Ids:
@@ -285,18 +276,6 @@ def distinct(rows: Ids) -> tuple[Ids, Ids]:
     return ascending[is_new], at
 
 
-def places_in_memory(
-    places: NDArray[np.int64], inputs: Any, outputs: Any, numbers_at: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Returns places [n, fields of `Place`] as offsets into `MEMORY`. numbers_at: [n] addresses of what
-    lookups read instead of ids, or 0."""
-    starts = offset_of(inputs) * _OF_INPUTS + offset_of(outputs) * _OF_OUTPUTS
-    places = places + (places >= 0) * starts
-    ids_at = places[:, FIELD["ids_at"]]
-    np.copyto(ids_at, numbers_at - BASE, where=numbers_at != 0)
-    return places
-
-
 def addresses(arrays: Mapping[int, Ids], count: int) -> NDArray[np.int64]:
     """Returns addresses, by number; 0: there is none."""
     return np.array([array_address(arrays[n]) if n in arrays else 0 for n in range(count)], np.int64)
@@ -306,7 +285,7 @@ def _layered(table: Any, span: "_Span") -> tuple[int, int, int]:
     """Returns what `in_layers` is told of a kind."""
     if not isinstance(table, FetchedTable):
         return 0, 0, 0
-    if table.row_map is None or table.row_map.overlay is None:
+    if table.row_map is None or not table.row_map.elsewhere:
         return -1, 0, 0
     return table.row_map.native_address, table.rows, span.first
 
@@ -321,11 +300,10 @@ class _Span(NamedTuple):
 
     @classmethod
     def of(cls, table: Table) -> "_Span":
-        """From the first row of a table or of its overlay to the last one."""
-        overlay = None if table.row_map is None else table.row_map.overlay
-        layers = () if overlay is None else overlay.layers
-        first = min((0, *(layer.first_row for layer in layers)))
-        end = max((table.rows, *(layer.first_row + layer.index.slots for layer in layers)))
+        """From the first row of a table, or elsewhere, to the last one."""
+        others = () if table.row_map is None else table.row_map.elsewhere
+        first = min((0, *(start for start, _ in others)))
+        end = max((table.rows, *(start + len(packed) for start, packed in others)))
         return cls(first, end, table.address + first * table.row_bytes)
 
     @classmethod

@@ -26,7 +26,13 @@ from tableside.quant.contract import (
     places_in,
 )
 from tableside.quant.cpu import _native
-from tableside.quant.cpu.backend import CpuBackend, check_quantize, host_tables, not_representable
+from tableside.quant.cpu.backend import (
+    CpuBackend,
+    MemoryPlanner,
+    check_quantize,
+    host_tables,
+    not_representable,
+)
 from tableside.quant.errors import BadIds, NotRepresentable, Problem
 from tableside.quant.row_format import RowFormat, Source
 from tableside.quant.rows.ids import NativeRowMap, RowMap
@@ -74,7 +80,7 @@ def _raise(verdict: tuple[int, int, int, int], table: Table, ids: int) -> None:
     raise BadIds(problem, job, position, value, bound)
 
 
-class _NativePlanner(Planner):
+class _NativePlanner(MemoryPlanner):
     """Holds the kinds in the extension's form, and keeps their tables alive."""
 
     def __init__(self, kinds: Sequence[_Kind], tables: Sequence[Table], threads: int) -> None:
@@ -82,7 +88,12 @@ class _NativePlanner(Planner):
         self.kinds = np.array(kinds, np.int64).tobytes()
 
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        found = _native.run(self.kinds, places, inputs, outputs, self.threads)
+        return self.run_rows(places, inputs, outputs, None)
+
+    def run_rows(
+        self, places: Any, inputs: Any, outputs: Any, numbers_at: NDArray[np.int64] | None
+    ) -> Sequence[Unfound] | None:
+        found = _native.run(self.kinds, places, inputs, outputs, self.threads, numbers_at)
         if isinstance(found, tuple):
             place = places_in(places)[found[0]]
             _raise(found, self.tables[place.kind], place.ids)
@@ -167,7 +178,7 @@ class Native(CpuBackend):
         _choose_prefetch([kind.table for kind in kinds if isinstance(kind.table, Table)])
         return super().planner(kinds, threads)
 
-    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
+    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> MemoryPlanner:
         tables = host_tables(kinds)
         return _NativePlanner(_kinds(kinds, tables), tables, threads)
 

@@ -26,9 +26,8 @@ from tableside.quant.contract import (
     Waiting,
     places_in,
 )
-from tableside.quant.cpu.address_space import MEMORY
 from tableside.quant.cpu.checked import inputs_of, rows_of
-from tableside.quant.cpu.in_memory import CopiedRows, How, InMemory, addresses, places_in_memory
+from tableside.quant.cpu.in_memory import CopiedRows, How, InMemory, addresses
 from tableside.quant.cpu.staged_rows import Found, TableRows
 from tableside.quant.errors import BadIds, RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable
@@ -242,13 +241,13 @@ class _ReadPlan(Plan):
             LookupKind(staged.get(id(kind.table), kind.table), kind.pooling, kind.precision)
             for kind in (planner.kinds[number] for number in used)
         ]
-        self._planner = planner.backend.planner(of_kind, planner.threads)
+        self._read_places = self._places.copy()
+        self._read_places[list(at), FIELD["found_at"]] = -1
+        self._planner = planner.backend.memory_planner(of_kind, planner.threads)
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        places = places_in_memory(self._places, inputs, outputs, self._numbers_at)
-        places[list(self._at), FIELD["found_at"]] = -1
-        read = self._planner.run(places.tobytes(), MEMORY, MEMORY)
-        unfound = [Unfound(0, 0)] * len(places) if read is None else list(read)
+        read = self._planner.run_rows(self._read_places, inputs, outputs, self._numbers_at)
+        unfound = [Unfound(0, 0)] * len(self._places) if read is None else list(read)
         for job, one in self._found.items():
             unfound[job] = one.unfound
             if (found_at := int(self._places[job, FIELD["found_at"]])) >= 0:

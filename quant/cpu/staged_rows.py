@@ -123,8 +123,8 @@ class TableRows:
                 raise error
             self.is_late[own] = state == RowState.LATE
             self._packed[self.is_late] = default
-        if table.row_map is not None and table.row_map.overlay is not None and state.size < self._wanted.size:
-            table.row_map.overlay.rows(self._wanted, self._packed[:-1])
+        if table.row_map is not None and state.size < self._wanted.size:
+            table.row_map.copy_elsewhere(self._wanted, self._packed[:-1])
 
     def default_at(self, fetch: Fetch, deadline: float | None) -> int:
         """The place here of the default row. RowsNotRead: it is late or corrupt."""
@@ -143,7 +143,7 @@ class TableRows:
 
 
 def fetched(table: FetchedTable, rows: Ids, fetch: Fetch, deadline: float | None = None) -> tuple[Table, Ids]:
-    """Fetches the rows [n] of a table, its own by `fetch`, and those of its overlay. Returns a table of each
+    """Fetches the rows [n] of a table, its own by `fetch`, and those elsewhere. Returns a table of each
     of them once, without a map, and the number there of each one. RowsNotRead: some are late or corrupt."""
     came = TableRows(table, [rows])
     came.fetch(fetch, deadline, is_last=False)

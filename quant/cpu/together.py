@@ -27,13 +27,12 @@ from tableside.quant.contract import (
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.address_space import BASE, MEMORY
 from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
-from tableside.quant.cpu.in_memory import places_in_memory
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.rows.fetched import AskedTable, RowsAsked, RowState, not_read
 from tableside.quant.rows.ids import array_address
 
 if TYPE_CHECKING:
-    from tableside.quant.cpu.backend import CpuBackend
+    from tableside.quant.cpu.backend import CpuBackend, MemoryPlanner
 
 _ADDRESSES = 1 << 47  # bytes of the address space of a process
 _MOST_FORMS = 64  # that are kept
@@ -66,7 +65,7 @@ class TogetherPlanner(Planner):
         self.any_rows = self.reader([_all_memory(t) for t in self.tables]) if backend.reads_any_rows else None
         self._forms: dict[bytes, _Form] = {}
 
-    def reader(self, tables: Sequence[Table]) -> Planner:
+    def reader(self, tables: Sequence[Table]) -> "MemoryPlanner":
         """Returns a planner that reads these tables by row numbers."""
         kinds = [
             LookupKind(tables[table], kind.pooling, kind.precision)
@@ -278,9 +277,8 @@ class _CamePlan(Plan):
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         form, wrong = self._plan.form, list[BadIds]()
         at = array_address(self._fetched.at) + 8 * form.starts[form.order]
-        places = places_in_memory(form.read_places, inputs, outputs, at)
         try:
-            self._reader.run(places.tobytes(), MEMORY, MEMORY)
+            self._reader.run_rows(form.read_places, inputs, outputs, at)
         except BadIds as error:
             wrong.append(renumbered(error, form.jobs[form.order]))
         of_rest: Sequence[Unfound] | None = None

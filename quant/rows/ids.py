@@ -14,6 +14,7 @@ two ids to one row. Each row keeps its id, in its padding if that has 8 bytes, e
 without an id keeps an int64 that hashes to another row, so no id is special. Buckets lie in order, so the
 rows and pilots of a range of buckets are byte ranges and move unchanged."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from tableside.quant.row_format import RowFormat
 
 if TYPE_CHECKING:
+    from tableside.quant.rows.hot import HotRows
     from tableside.quant.rows.overlay import Overlay
 
 MIX = 0xD6E8FEB86659FD93
@@ -168,7 +170,8 @@ class RowMap:
     """How one table's ids become row numbers.
     count: ids with a row of their own. default_row: row of all other ids; None: they are refused. index: of
     raw ids; None: ids are [first, first + count). own: without an index, the leading rows that did not come
-    from an older version; None: all. overlay: rows over these; the other fields ignore it."""
+    from an older version; None: all. overlay: rows over these; hot: some of these at a second place, too; the
+    other fields ignore both."""
 
     count: int
     default_row: int | None = None
@@ -176,18 +179,36 @@ class RowMap:
     first: int = 0
     own: int | None = None
     overlay: "Overlay | None" = None
+    hot: "HotRows | None" = None
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
-        """Returns the row of each id; -1: none. Overlay rows lie outside the table's numbers and may be
-        negative."""
+        """Returns the row of each id; -1: none. Rows of the overlay and hot ones lie outside the table's
+        numbers and may be negative."""
         if self.index is not None:
             rows = self.index.find(ids)
         else:
             rows = ids - np.int64(self.first) if self.first else ids
             rows = np.where((ids >= self.first) & (ids < self.first + self.count), rows, -1)
+        if self.hot is not None:
+            rows = self.hot.place(rows)
         if self.overlay is not None:
             self.overlay.override(ids, rows)
         return rows
+
+    @property
+    def elsewhere(self) -> Sequence[tuple[int, NDArray[np.uint8]]]:
+        """Returns the rows that lie outside the table, those of layers and hot ones: the number of the first
+        one, and uint8 [rows, row_bytes]."""
+        layers = () if self.overlay is None else self.overlay.layers
+        found = [(layer.first_row, layer.packed[: layer.index.slots]) for layer in layers]
+        return found if self.hot is None else [*found, (self.hot.first_row, self.hot.packed)]
+
+    def copy_elsewhere(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Copies the packed rows that lie outside the table among `numbers` [n] to out [n, row_bytes]."""
+        for first, packed in self.elsewhere:
+            slots = numbers - np.int64(first)
+            here = np.flatnonzero((slots >= 0) & (slots < len(packed)))
+            out[here] = packed[slots[here]]
 
     @property
     def rows(self) -> int:
@@ -205,7 +226,7 @@ class RowMap:
         return self.index is None and self.default_row is None and not self.first
 
     def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
-        """Inverts `find` without an overlay: the id of each row, and a mask of the rows that have one."""
+        """Inverts `find` of the table's own rows: the id of each row, and a mask of those that have one."""
         if self.index is not None:
             return self.index.ids_of(rows)
         return rows + np.int64(self.first), (rows >= 0) & (rows < self.count)
@@ -262,6 +283,10 @@ class NativeRowMap(NamedTuple):
     backfilled: int
     layers: int  # of an overlay: int64 [layer_count, fields of quant.rows.overlay.NativeLayer]
     layer_count: int
+    hot: int  # marks of hot rows; 0: there are none
+    hot_first: int
+    hot_slots: int
+    hot_rows: int  # row numbers that there are marks of
 
 
 NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
@@ -276,6 +301,8 @@ def native_row_map(of: RowMap) -> NativeRowMap:
     found = NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
     if of.overlay is not None:
         found = found._replace(layers=of.overlay.native_address, layer_count=len(of.overlay.layers))
+    if of.hot is not None:
+        found = NativeRowMap(*found[:-4], *of.hot.native)
     if (index := of.index) is None:
         return found
     return found._replace(

@@ -31,7 +31,7 @@ MARK_IDS = 64  # row numbers of a word of marks
 MARK_BYTES = 8 + 4  # of a word of bits, and of the count before it
 # marks take at most this part of the bytes of the rows that they lead to; with fewer rows filters are faster
 MARKS_SHARE = 16
-MOST_LAYERS = 3  # two of deltas, one of hot rows
+MOST_LAYERS = 2
 NO_ROW = -1  # the number of no row: the id is missing
 FILTER_BITS = (26, 20, 14)  # where an id's hash has the numbers of its bits of a word, 6 bits each
 
@@ -166,10 +166,3 @@ class Overlay:
             has, found = layer.find(ids[left])
             rows[left[has]] = found
             left = left[~has]
-
-    def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Copies the packed overlay rows among `numbers` [n] to out [n, row_bytes]."""
-        for layer in self.layers:
-            slots = numbers - np.int64(layer.first_row)
-            here = np.flatnonzero((slots >= 0) & (slots < layer.index.slots))
-            out[here] = layer.packed[slots[here]]

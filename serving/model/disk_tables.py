@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +12,12 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.hot.counts import RowCounts, counted_tables, counts_name
 from tableside.loader.hot.hot import hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.segment.blocks import BlockReader
-from tableside.loader.segment.delta import under
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Bytes, Ids, Table
 from tableside.quant.gpu.residence.registry import is_by_cpu, read_from_disk
 from tableside.quant.rows.fetched import RowReader
-from tableside.quant.rows.overlay import OverlayLayer
+from tableside.quant.rows.hot import HotRows
+from tableside.quant.rows.ids import RowMap
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
@@ -30,7 +31,7 @@ class DiskTables:
         self, settings: ServerSettings, count_reads: Callable[[BlockReader, str, str], object]
     ) -> None:
         self._settings, self._count_reads = settings, count_reads
-        self.hot = HotRows(settings)
+        self.hot = HotSegments(settings)
 
     def readers(self, segment: Segment, kinds: Mapping[str, str]) -> dict[str, RowReader]:
         """Returns what reads rows from a disk, by table of that kind."""
@@ -81,12 +82,12 @@ class HotTables(NamedTuple):
     tables: Mapping[str, Table]
 
 
-class HotRows:
+class HotSegments:
     """Of the versions that one process serves."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._layers: WeakKeyDictionary[Segment, tuple[int, dict[str, OverlayLayer]]] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Segment, tuple[int, dict[str, HotRows]]] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[Segment, RowCounts | None] = WeakKeyDictionary()
 
     def are_counted(self, version: Segment) -> bool:
@@ -105,8 +106,8 @@ class HotRows:
     def over(self, segment: Segment, tables: Collection[str]) -> HotTables:
         """Returns a state's tables, those that are named under the newest hot segment."""
         number = self.newest(segment.base) if tables else 0
-        layers = self._opened(segment.base, number) if number else {}
-        hot = {name: _under(segment.tables[name], layers[name]) for name in tables if name in layers}
+        opened = self._opened(segment.base, number) if number else {}
+        hot = {name: _with_hot(segment.tables[name], opened[name]) for name in tables if name in opened}
         return HotTables(number, {**segment.tables, **hot})
 
     def counter(self, version: Segment, table: str) -> Callable[[Ids], object] | None:
@@ -138,26 +139,24 @@ class HotRows:
             )
             return None
 
-    def _opened(self, version: Segment, number: int) -> dict[str, OverlayLayer]:
-        """Returns the layers of a hot segment by table; none where it cannot be read."""
-        known, layers = self._layers.get(version, (0, {}))
+    def _opened(self, version: Segment, number: int) -> dict[str, HotRows]:
+        """Returns the rows of a hot segment by table; none where it cannot be read."""
+        known, opened = self._rows.get(version, (0, {}))
         if known != number:
-            layers = {}
+            opened = {}
             try:
                 with hot_folder(_root(version), version.header.model) as folder:
                     if (hot := open_hot(folder, version, number, self._settings.verify)) is not None:
-                        layers = {name: hot.layer(name, version.tables[name]) for name in hot.tables}
+                        opened = {name: hot.hot_rows(name, version.tables[name]) for name in hot.tables}
             except (LoaderError, OSError) as error:
                 logger.error("the hot rows of %s are not read: %s", version.header.model, error)
-            self._layers[version] = number, layers
-        return layers
+            self._rows[version] = number, opened
+        return opened
 
 
 def _root(version: Segment) -> Path:
     return version.path.parent.parent
 
 
-def _under(table: Table, hot: OverlayLayer) -> Table:
-    """Returns a table with a layer below all of its own."""
-    overlay = None if table.row_map is None else table.row_map.overlay
-    return under(table, (*(() if overlay is None else overlay.layers), hot))
+def _with_hot(table: Table, hot: HotRows) -> Table:
+    return replace(table, row_map=replace(table.row_map or RowMap(table.rows), hot=hot))

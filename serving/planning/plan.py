@@ -22,7 +22,6 @@ from tableside.serving.service.uses import salts_of
 
 _SHARD_ROWS = 65536
 _SLOT_BYTES = 24  # of a GPU's cache, beside the row (`quant.cache.memory`)
-_HOT_BYTES = 12  # of a hot segment, beside the row: its id and what finds it
 _SLICES = 4096  # of the time in which live ids are sampled
 _STEPS = 9  # sizes that are looked at, each twice the one before, up to all rows
 _GAIN = 0.01  # of the ids, that twice the bytes have to gain
@@ -218,7 +217,7 @@ class _Tables(NamedTuple):
                 f"no feature of {segment.header.model} asks for rows that are here to be planned"
             )
         row_bytes = [
-            table.row_bytes + _HOT_BYTES if stored else device_row_bytes(table.row_bytes) + _SLOT_BYTES
+            table.row_bytes if stored else device_row_bytes(table.row_bytes) + _SLOT_BYTES
             for table in tables.values()
         ]
         return cls("host_cache" if stored else "hbm_budget", tables, features, row_bytes)

@@ -50,9 +50,9 @@ static verdict check_lengths(const job *j) {
     return (verdict){0, NO_PROBLEM, 0, 0};
 }
 
-/* A map that only serves its overlay: ids are row numbers, and all others are refused before any lookup. */
+/* A map that only serves its overlay or hot rows: ids are row numbers, and all others are refused before any lookup. */
 static int is_plain(const row_map *m) {
-    return !m->directory && !m->first && m->default_row < 0 && m->layer_count;
+    return !m->directory && !m->first && m->default_row < 0 && (m->layer_count || m->hot);
 }
 
 static verdict check(const job *jobs, int64_t n) {
@@ -76,10 +76,10 @@ enum { IDS_AT_ONCE = 64, ROWS_AT_ONCE = 320, IDS_A_PIECE = 2048, SHARED_IDS = 16
 
 static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !is_plain(j->map); }
 
-/* All ids are resolved first if one may be refused, or if only an overlay maps them (faster for many at
+/* All ids are resolved first if one may be refused, or if only an overlay or hot rows map them (faster for many at
  * once). */
 static int goes_first(const job *j) {
-    return j->map && (refuses(j) || (!j->map->directory && j->map->layer_count));
+    return j->map && (refuses(j) || (!j->map->directory && (j->map->layer_count || j->map->hot)));
 }
 
 static int64_t pieces_of(const job *j) {

@@ -7,7 +7,8 @@
 #define ROW_MAP_FIELDS(F) \
     F(id_count) F(default_row) F(first) F(own) F(directory) F(entries) F(pilots) F(ids) F(id_step) \
     F(buckets) F(bucket_ids) \
-    F(first_bucket) F(buckets_here) F(backfilled) F(layers) F(layer_count)
+    F(first_bucket) F(buckets_here) F(backfilled) F(layers) F(layer_count) \
+    F(hot) F(hot_first) F(hot_slots) F(hot_rows)
 #define ROW_MAP_MEMBER(name) int64_t name;
 typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
 
@@ -17,6 +18,9 @@ typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
     F(slots) F(marks) F(marks_before) F(marked_slots) F(first_marked) F(marked)
 typedef struct layer { LAYER_FIELDS(ROW_MAP_MEMBER) } layer;
 #undef ROW_MAP_MEMBER
+
+/* Which of 64 row numbers are hot, and how many are before them (quant/rows/hot.py). */
+typedef struct { uint64_t bits, before; } hot_word;
 
 /* An entry of a directory. The entry behind the last bucket's has the row behind its last one. */
 typedef struct { int64_t first_row; uint64_t seed; } entry;

@@ -230,6 +230,76 @@ static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
     }
     r->placed = r->checked = j->n_ids;
 }
+
+enum { HOT_AHEAD = 64 }; /* ids whose words come in meanwhile */
+
+/* How many bits of each lane are set. */
+INLINE void count_bits(lanes8 *of) {
+    lanes8 x = *of;
+    x -= x >> 1 & 0x5555555555555555u;
+    x = (x & 0x3333333333333333u) + (x >> 2 & 0x3333333333333333u);
+    *of = ((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0Fu) * 0x0101010101010101u >> 56;
+}
+
+/* The words of eight row numbers, by the numbers of these. */
+INLINE void hot_words_at(const hot_word *words, const uint64_t *at, lanes8 *bits, lanes8 *before) {
+#if defined(ISA_AVX512)
+    const __m512i twice = _mm512_slli_epi64(_mm512_loadu_si512(at), 1);
+    *bits = (lanes8)_mm512_i64gather_epi64(twice, &words->bits, 8);
+    *before = (lanes8)_mm512_i64gather_epi64(twice, &words->before, 8);
+#else
+    for (int i = 0; i < 8; i++) (*bits)[i] = words[at[i]].bits, (*before)[i] = words[at[i]].before;
+#endif
+}
+
+/* The number that each row of a block has in memory, or its own where it is not hot. */
+INLINE void place_hot(const row_map *m, const int64_t *rows, int64_t *places) {
+    const hot_word *words = (const hot_word *)(intptr_t)m->hot;
+    const uint64_t count = (uint64_t)m->hot_rows;
+    const lanes8 one = {1, 1, 1, 1, 1, 1, 1, 1};
+    EACH_EIGHT {
+        const lanes8 row = EIGHT(rows), is_marked = (lanes8)(row < count);
+        uint64_t at[8];
+        lanes8 bits, before, lower;
+        EIGHT(at - i) = row >> 6 & is_marked;
+        hot_words_at(words, at, &bits, &before);
+        lower = bits & ((one << (row & 63)) - 1);
+        count_bits(&lower);
+        const lanes8 slot = before + lower;
+        const lanes8 past = (lanes8)(slot >= (uint64_t)m->hot_slots); /* whatever a file holds */
+        const lanes8 place = (uint64_t)m->hot_first + ((slot & ~past) | ((uint64_t)(m->hot_slots - 1) & past));
+        const lanes8 is_hot = -(bits >> (row & 63) & 1) & is_marked;
+        EIGHT(places) = (place & is_hot) | (row & ~is_hot);
+    }
+}
+
+/* Numbers [from, until) that are hot become those of their copies: of raw ids, where a copy keeps the id. */
+static NOINLINE void NAME(take_hot)(const job *j, int64_t from, int64_t until) {
+    const row_map *m = j->map;
+    const hot_word *words = (const hot_word *)(intptr_t)m->hot;
+    const uint8_t *kept = (const uint8_t *)(intptr_t)m->ids;
+    int64_t *numbers = j->numbers, rows[ID_BLOCK], places[ID_BLOCK];
+    for (; from < until; from += ID_BLOCK) {
+        const int64_t left = until - from, n = left < ID_BLOCK ? left : ID_BLOCK;
+        for (int64_t i = HOT_AHEAD; i < HOT_AHEAD + ID_BLOCK && i < left; i++) {
+            const uint64_t row = (uint64_t)numbers[from + i];
+            __builtin_prefetch(words + (row < (uint64_t)m->hot_rows ? row >> 6 : 0), 0, 3);
+        }
+        if (n == ID_BLOCK) __builtin_memcpy(rows, numbers + from, sizeof rows);
+        else EACH_ID rows[i] = i < n ? numbers[from + i] : -1;
+        place_hot(m, rows, places);
+        if (m->directory) {
+            for (int64_t i = 0; i < n; i++)
+                if (places[i] != rows[i]) __builtin_prefetch(kept + places[i] * m->id_step, 0, 3);
+            for (int64_t i = 0; i < n; i++)
+                if (places[i] != rows[i]
+                    && load_i64(kept + places[i] * m->id_step) != load_i64(j->ids + 8 * (from + i)))
+                    places[i] = rows[i];
+        }
+        if (n == ID_BLOCK) __builtin_memcpy(numbers + from, places, sizeof places);
+        else for (int64_t i = 0; i < n; i++) numbers[from + i] = places[i];
+    }
+}
 #undef EACH_ID
 #undef EACH_EIGHT
 #undef EIGHT
@@ -245,12 +315,14 @@ static NOINLINE void NAME(place_part)(resolving *r, int64_t until) {
 /* Gives ids up to number `until`, or some further, the rows that are theirs if they are there. */
 static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
-    if (r->placed >= until) return;
+    const int64_t from = r->placed;
+    if (from >= until) return;
     if (!m->directory && m->layer_count) NAME(resolve_overridden_rows)(r);
     else if (!m->directory || (!m->id_count && !m->layer_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);
     else NAME(place_kept_apart)(r, until);
+    if (m->hot) NAME(take_hot)(r->job, from, r->placed);
 }
 
 /* Fills a job's `numbers` and `found` (if any) up to id `until`; counts ids without a row of their own. */

@@ -7,8 +7,9 @@
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out,
  *   half, threads, row_map)
  *   lengths: int32, for pooled lookups; row_map: address of one (_ids.h), or 0
- * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [kinds, fields of KIND_FIELDS],
- *   what may be read, and places int64 [n, fields of PLACE_FIELDS], which of them and where in the buffers
+ * run(kinds, places, inputs, outputs, threads, ids | None): n lookups; kinds is int64 [kinds, fields of
+ *   KIND_FIELDS], what may be read, and places int64 [n, fields of PLACE_FIELDS], which of them and where in the
+ *   buffers; ids: int64 [n], addresses of ids that are read instead of those in the inputs; 0: those there
  *   Both check every id and length before any row is read. They return None, or (job, problem, position, value)
  *   for the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the
  *   lengths), MISSING_ID.
@@ -120,7 +121,7 @@ done:
 
 /* Makes a job of a lookup over the two buffers; 0 with ValueError set if it does not lie in them. */
 static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in, const Py_buffer *out,
-                       int64_t threads, job *j) {
+                       int64_t threads, int64_t ids_at, job *j) {
     const uint8_t *inputs = in->buf;
     const int is_gather = f->pooling == POOL_PACKED;
     const int64_t vector_bytes = is_gather ? f->row_bytes : f->dim * (f->precision == AS_FP32 ? 4 : 2);
@@ -132,14 +133,14 @@ static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in
                .map = (const row_map *)(intptr_t)f->row_map};
     int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
-    if (!is_sound(j, threads) || !fits("inputs (ids)", p->ids_at, p->ids, 8, in)
+    if (!is_sound(j, threads) || (!ids_at && !fits("inputs (ids)", p->ids_at, p->ids, 8, in))
         || (has_lengths && !fits("inputs (lengths)", p->lengths_at, p->bags, 4, in))
         || (has_weights && !fits("inputs (weights)", p->weights_at, p->ids, 4, in))
         || (p->found_at >= 0 && !fits("outputs (found)", p->found_at, p->ids, 1, out))
         || !check_lies_in("outputs", out, p->out_at, outputs, j->out_row_bytes, vector_bytes))
         return 0;
     j->found = p->found_at >= 0 ? (uint8_t *)out->buf + p->found_at : NULL;
-    j->ids = inputs + p->ids_at;
+    j->ids = ids_at ? (const uint8_t *)(intptr_t)ids_at : inputs + p->ids_at;
     j->lengths = has_lengths ? inputs + p->lengths_at : NULL;
     j->weights = has_weights ? inputs + p->weights_at : NULL;
     j->out = (uint8_t *)out->buf + p->out_at;
@@ -155,9 +156,9 @@ static PyObject *unfound(const int64_t *of, int64_t count) {
     return PyBytes_FromStringAndSize((const char *)of, count * 16);
 }
 
-/* kinds, places, in, out: buffers. */
+/* kinds, places, in, out, ids: buffers; ids without bytes: none are elsewhere. */
 static PyObject *run_buffers(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in,
-                             const Py_buffer *out, int64_t threads) {
+                             const Py_buffer *out, int64_t threads, const Py_buffer *ids) {
     enum { FEW = 64 };
     job few[FEW], *jobs = few;
     int64_t *rows = NULL;
@@ -169,16 +170,21 @@ static PyObject *run_buffers(const Py_buffer *kinds, const Py_buffer *places, co
     if (places->len % (Py_ssize_t)sizeof(place))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are no places of %zu bytes each", places->len,
                             sizeof(place));
+    if (ids->buf && ids->len != 8 * count)
+        return PyErr_Format(PyExc_ValueError, "%zd bytes are no addresses for %lld lookups", ids->len,
+                            (long long)count);
     if (room > FEW && !(jobs = PyMem_Malloc((size_t)room * sizeof(job)))) return PyErr_NoMemory();
     for (int64_t k = 0; k < count; k++) {
         place at;
+        const int64_t ids_at = ids->buf ? load_i64((const uint8_t *)ids->buf + 8 * k) : 0;
         memcpy(&at, (const char *)places->buf + k * (int64_t)sizeof at, sizeof at);
         if (at.kind < 0 || at.kind >= of_kinds) {
             PyErr_Format(PyExc_ValueError, "lookup %lld is of kind %lld; there are %lld", (long long)k,
                          (long long)at.kind, (long long)of_kinds);
             goto done;
         }
-        if (!bind_lookup((const kind_fields *)kinds->buf + at.kind, &at, in, out, threads, jobs + k)) goto done;
+        if (!bind_lookup((const kind_fields *)kinds->buf + at.kind, &at, in, out, threads, ids_at, jobs + k))
+            goto done;
     }
     verdict v;
     Py_BEGIN_ALLOW_THREADS
@@ -194,8 +200,8 @@ done:
 
 PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     arguments a;
-    if (!take_arguments("run", "bbbwi", args, n, &a)) return NULL;
-    PyObject *result = run_buffers(a.b, a.b + 1, a.b + 2, a.b + 3, a.n[0]);
+    if (!take_arguments("run", "bbbwio", args, n, &a)) return NULL;
+    PyObject *result = run_buffers(a.b, a.b + 1, a.b + 2, a.b + 3, a.n[0], a.b + 4);
     release(&a);
     return result;
 }

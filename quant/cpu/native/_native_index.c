@@ -259,17 +259,18 @@ PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 typedef struct { int64_t map, rows, first; } layered;
 
-/* Writes the rows of a lookup to j->numbers, counted from `first` on. 0: one is not an overlay's. */
+/* Writes the rows of a lookup to j->numbers, counted from `first` on. 0: one is its table's own, or none. */
 static int place_in_layers(const job *j, const kernel *with, int64_t first) {
     resolving r;
-    int are_there = 1;
+    uint64_t lacking = 0; /* bit 63: a number lies in [-1, rows); differences, as SSE2 compares no int64 */
     r.job = j, r.next = r.placed = r.checked = r.missing = r.backfilled = 0;
     with->place(&r, j->n_ids);
     for (int64_t i = 0; i < j->n_ids; i++) {
-        are_there &= (uint64_t)j->numbers[i] + 1 > (uint64_t)j->rows;
-        j->numbers[i] -= first;
+        const uint64_t row = (uint64_t)j->numbers[i];
+        lacking |= ~((row + 1) | ((uint64_t)j->rows - 1 - row));
+        j->numbers[i] = (int64_t)(row - (uint64_t)first);
     }
-    return are_there;
+    return !(lacking >> 63);
 }
 
 PyObject *py_in_layers(PyObject *self, PyObject *const *args, Py_ssize_t n) {

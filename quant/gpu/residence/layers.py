@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
-from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence.memory import InHost, allocate_for, fill
 from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.row_format import device_row_bytes
 from tableside.quant.rows.ids import ID_BYTES
-from tableside.quant.rows.overlay import NativeLayer, OverlayLayer
+from tableside.quant.rows.overlay import MOST_LAYERS, NativeLayer, OverlayLayer
 
 _ALIGNMENT = 16  # bytes, of each part
-_MOST = 2  # layers that `quant.gpu.kernels.resolve` reads
 _NUMBERS_STEP = 1 << 60  # numbers this far apart lead to one address, for rows of multiples of 16 bytes
 
 
@@ -124,9 +122,7 @@ class DeviceLayers:
 
 
 def native_layers(layers: Sequence[DeviceLayer], device: Device) -> torch.Tensor:
-    """int64 [_MOST, fields of NativeLayer] on the device. QuantError: kernels of devices read fewer."""
-    if len(layers) > _MOST:
-        raise QuantError(f"an overlay of {len(layers)} layers; a device reads 1 to {_MOST}: merge them")
-    rows = np.zeros((_MOST, len(NativeLayer._fields)), np.int64)
+    """int64 [MOST_LAYERS, fields of NativeLayer] on the device."""
+    rows = np.zeros((MOST_LAYERS, len(NativeLayer._fields)), np.int64)
     rows[: len(layers)] = [layer.native for layer in layers]
     return torch.from_numpy(rows).to(device.torch_device)

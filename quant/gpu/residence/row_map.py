@@ -38,7 +38,7 @@ class DeviceRowMap:
         self._held: list[torch.Tensor] = []
         self.layers: tuple[DeviceLayer, ...] = ()
         self._layer_table: torch.Tensor | None = None
-        record = native_row_map(table.row_map)._replace(layers=0, layer_count=0)
+        record = native_row_map(table.row_map)._replace(layers=0, layer_count=0, hot=0)
         if (index := table.row_map.index) is not None:
             ids, step = self._ids(table, index, residence)
             bits = 0 if index.backfilled is None else self._copied(index.backfilled)

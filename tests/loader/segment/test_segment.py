@@ -135,8 +135,8 @@ LIES = {
     "another magic": (lambda d: _change(d, 0, b"TABLSIDF"), "expected the magic"),
     "never sealed": (lambda d: _change(d, 0, bytes(8)), "not a finished segment"),
     "another format version": (
-        lambda d: _change(d, 8, struct.pack("<I", 13)),
-        "format version 13, this tableside reads 1 to 12",
+        lambda d: _change(d, 8, struct.pack("<I", 14)),
+        "format version 14, this tableside reads 1 to 13",
     ),
     "truncated": (lambda d: d[:-1], "its header says"),
     "longer than it says": (lambda d: d + b"\0", "its header says"),

@@ -15,7 +15,7 @@ import torch
 from cache_check import check
 from cached_tables import padded, registered
 from fetched_tables import FromArray
-from overlays import overlaid
+from hot_tables import with_hot
 from tables import expected_of, table_of
 
 from tableside.quant import BadIds, Lookup, LookupKind, Pooling, RowFormat, Table, choose
@@ -188,14 +188,13 @@ def test_hot_rows_are_not_fetched(alignment: int, first: int) -> None:
     t, ids = Fetching(), np.arange(0, 200, 3)
     plain = table_of(RowFormat.INT8, 32, 201, alignment=alignment)
     base = Table(plain.packed, plain.row_format, plain.dim, RowMap(200, 200, first=first))
-    numbers = {first + i: i for i in range(200)}
-    hot = overlaid(base, plain, numbers, [(ids + first, np.zeros(ids.size, np.bool_))])
+    hot = with_hot(base, ids)
     held, source = t.fetch(Table(plain.packed, plain.row_format, plain.dim))
     assert source.table.row_map is None
-    held.residence.read_from(held.residence.source(hot.table))
+    held.residence.read_from(held.residence.source(hot))
     for asked in (np.arange(201), np.array([3, 4, 200])):
-        rows = [hot.numbers[first + i] if i < 200 else 200 for i in asked.tolist()]
-        np.testing.assert_array_equal(t.rows((held, asked))[0], expected_of(hot.plain, np.array(rows)))
+        rows = np.where(np.isin(asked, ids), 1, asked)
+        np.testing.assert_array_equal(t.rows((held, asked))[0], expected_of(plain, rows))
     assert source.asked == [np.setdiff1d(np.arange(201), ids).tolist()]
 
 

@@ -76,7 +76,7 @@ def inputs_of(draw: st.DrawFn) -> tuple[bytes, int, int, bool]:
 def lookup(job: dict[str, int], inputs: Any, out: Any, threads: int = 1) -> Any:
     """What the kernel makes of one job with the fields of kinds and places together."""
     kinds, places = matrix(_native.KIND_FIELDS, job), matrix(_native.PLACE_FIELDS, job)
-    return _native.run(kinds, places, inputs, out, threads)
+    return _native.run(kinds, places, inputs, out, threads, None)
 
 
 def run(function: Any, *arguments: Any) -> Any:

@@ -242,14 +242,3 @@ def test_a_refused_id_of_a_tensor_is_told() -> None:
         300,
         300,
     )
-
-
-def test_more_layers_than_a_device_reads_are_refused() -> None:
-    """The CPU reads one more, of hot rows."""
-    ids = KINDS["random"]
-    base = raw_table(ids)
-    three = [changed(ids, 1), changed(ids, 2, 5), changed(ids, 3, 7)]
-    made = overlaid(base.table, base.plain, base.numbers, three)
-    gpu = new_backend()
-    with pytest.raises(QuantError, match="an overlay of 3 layers; a device reads 1 to 2"):
-        placed(gpu, made.table, "hbm")
