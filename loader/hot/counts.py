@@ -33,7 +33,7 @@ from tableside.quant.rows.ids import RowMap
 
 HOT, MOST, STEP = 0x80, 0x7F, 8  # the bit of a row in the hot segment; the largest count; what one use adds
 _HEAD_BYTES = mmap.PAGESIZE
-_SAMPLED_S, _BURST = 250_000, 50_000  # ids that a process counts in a second, and at once after a pause
+_SAMPLED_S, _BURST = 210_000, 42_000  # ids that a process counts in a second, and at once after a pause
 _AT_ONCE = 1 << 24  # counts that are looked at together
 
 Counts = NDArray[np.uint8]
