@@ -173,6 +173,25 @@ def gpu_cache() -> Bars:
     return bars("One table, 10 % cached, LRU, 262,144 keys a call, one H200", "M keys/s", works, values)
 
 
+def disk_rows() -> Lines:
+    """Rows a second of a table on a disk, over the memory that it is given."""
+    return _over_memory("rows_s", 1e-6, "M rows/s")
+
+
+def disk_misses() -> Lines:
+    """How many of the rows the disk has to give, over the same."""
+    return _over_memory("from_disk", 100, "% of the ids read from the disk")
+
+
+def _over_memory(field: str, scale: float, unit: str) -> Lines:
+    rows = read_result("disk_memory")["rows"]
+    ways = {"as a hot segment": "hot", "as page cache": "pages"}
+    values = {name: tuple(row[f"{field}_{way}"] * scale for row in rows) for name, way in ways.items()}
+    steps = tuple(f"1/{1 / row['share']:.0f}" for row in rows)
+    title = "Rows of 4 GB on a disk, int8 D 64, Zipf 1.05: memory given"
+    return Lines(title, f"{unit}; memory over the bytes of the table", steps, values)
+
+
 def gpu_stash() -> Lines:
     """Memory along a training step, with and without stashing."""
     ways = {"resident": "none", "stashed while the dense part runs": "at points"}
@@ -205,6 +224,8 @@ PLOTS: dict[str, Callable[[], Plot]] = {
     "gpu_lookup": gpu_lookup,
     "gpu_cache": gpu_cache,
     "gpu_stash": gpu_stash,
+    "disk_rows": disk_rows,
+    "disk_misses": disk_misses,
 }
 
 

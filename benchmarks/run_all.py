@@ -41,6 +41,7 @@ BENCHMARKS = (
     "disk_rows.py",
     "disk_stores.py",
     "disk_hot.py",
+    "disk_memory.py",
     "disk_beside.py",
     "redis_rows.py",
     "grpc_lookup.py",
