@@ -82,6 +82,8 @@ def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> D
         return None
     if hot.change.positions.get(_OVER) != _content(version):
         return None
+    if not all(index.numbered for index in hot.segment.header.indexes):
+        raise SegmentError(f"{hot.path} was made by an earlier release: remove it, or have it made anew")
     if unknown := set(hot.tables) - {t.name for t in counted_tables(version)}:
         raise SegmentError(f"{hot.path} has a table {min(unknown)!r}, which is on no disk: remove it")
     if verify == "full":

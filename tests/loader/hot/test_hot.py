@@ -24,6 +24,8 @@ from tableside.loader.hot.hot import clear_hot, hot_folder, hot_path, newest_hot
 from tableside.loader.hot.warm import Warmed, warm
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
+from tableside.loader.segment.delta_writer import DeltaEntries, merge, write_delta
+from tableside.loader.segment.header import Change
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import LookupKind, Place, Plan, Pooling, choose
@@ -198,6 +200,24 @@ def test_a_damaged_hot_segment_gives_the_next_one_no_rows(model: Model, reading:
     assert reading.follow()
     every = np.arange(ROWS)
     np.testing.assert_array_equal(reading.lookup("dense", every), expected(model, "dense", every))
+
+
+def test_a_hot_segment_of_an_earlier_release_is_made_anew(model: Model, reading: Reading) -> None:
+    """That was a delta of the version's own rows."""
+    rows, base = np.arange(100), reading.version
+    ask(reading, "dense", rows, 3)
+    packed = base.tables["dense"].packed[rows]
+    assert reading.counts.new_number(0) == 1
+    entries = DeltaEntries(rows, packed, rows, np.zeros(rows.size, np.bool_))
+    with hot_folder(model.root, "m") as folder:
+        change = Change(1, positions={"over": f"{base.content():016x}"})
+        tables = merge(base, [("dense", [entries])], 1)
+        write_delta(folder.path / "1+1.delta", folder.create("1+1.delta"), base.header, change, tables)
+    assert reading.follow() and reading.hot_rows("dense") == set() and not reading.follow()
+    with pytest.raises(SegmentError, match=r"1\+1.delta was made by an earlier release"):
+        warm(model, 1, 1 << 20)
+    assert warm(model, 1, 1 << 20).rows == 100
+    assert reading.follow() and reading.hot_rows("dense") == set(rows.tolist())
 
 
 def test_a_row_that_is_damaged_on_the_disk_does_not_become_hot(model: Model, reading: Reading) -> None:
