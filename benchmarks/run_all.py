@@ -42,6 +42,7 @@ BENCHMARKS = (
     "disk_stores.py",
     "disk_hot.py",
     "disk_memory.py",
+    "disk_hang.py",
     "disk_beside.py",
     "redis_rows.py",
     "grpc_lookup.py",

@@ -34,7 +34,7 @@ _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
 _PART_ROWS = 2048  # that another thread asks for and takes, of many
 _LONG_S = 1e6  # instead of no deadline
-OPENS_S = 1.0  # see `Breaker`
+OPENS_S, _HUNG_S = 1.0, 0.9  # see `Breaker`, which opens within a second where requests wait for a tenth
 _GRACE_MS = 5  # that a thread gets to end at a deadline, by a coarse clock, with the rows that came
 _TOLD_S = 1.0  # between two lines of the log about rows that cannot be read
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
@@ -253,7 +253,7 @@ class BlockReader:
 
 
 class Breaker:
-    """Says that what gives rows hangs: requests waited for them for OPENS_S, and none came. Then nobody
+    """Says that what gives rows hangs: requests waited for them for _HUNG_S, and none came. Then nobody
     waits, but for one request in OPENS_S, until a row comes. source: who gives them, for people. Any thread
     may call."""
 
@@ -293,7 +293,7 @@ class Breaker:
             if not self._since or now - self._late_at > OPENS_S:
                 self._since = began
             self._late_at = now
-            if self._asks_at or now - self._since < OPENS_S:
+            if self._asks_at or now - self._since < _HUNG_S:
                 self._asks_at = self._asks_at and now + OPENS_S  # after a look, not after it began
                 return ""
             self._asks_at = now + OPENS_S

@@ -174,8 +174,8 @@ def test_who_hardly_waits_does_not_say_that_a_disk_hangs(
     "waits",
     [
         [(0, 1, 5, 0)],  # a row came
-        [(0, 0.9, 0, 5)],  # no second is over
-        [(0, 0.9, 0, 5), (1, 1.1, 1, 5), (1.1, 2, 0, 5)],  # one came between
+        [(0, 0.4, 0, 5), (0.4, 0.8, 0, 5)],  # it is too soon
+        [(0, 0.8, 0, 5), (1, 1.1, 1, 5), (1.1, 1.9, 0, 5)],  # one came between
         [(0, 0.1, 0, 5), (50, 50.1, 0, 5)],  # nobody waited meanwhile
     ],
     ids=["came", "soon", "some", "seldom"],
