@@ -73,8 +73,8 @@ def counts_of(root: Path, version: Segment) -> RowCounts | None:
 
 
 def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> Delta | None:
-    """Opens a hot segment; None: it is gone, or over another version of that number. SegmentError: it is
-    damaged."""
+    """Opens a hot segment; None: it is gone, over another version of that number, or of an earlier release.
+    SegmentError: it is damaged."""
     name = delta_name(version.header.version, number)
     try:
         hot = Delta(folder.path / name, folder.open(name), "always" if verify == "always" else "header")
@@ -83,7 +83,7 @@ def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> D
     if hot.change.positions.get(_OVER) != _content(version):
         return None
     if not all(index.numbered for index in hot.segment.header.indexes):
-        raise SegmentError(f"{hot.path} was made by an earlier release: remove it, or have it made anew")
+        return None
     if unknown := set(hot.tables) - {t.name for t in counted_tables(version)}:
         raise SegmentError(f"{hot.path} has a table {min(unknown)!r}, which is on no disk: remove it")
     if verify == "full":

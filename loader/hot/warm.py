@@ -46,16 +46,17 @@ def warm(model: Model, version: int, budget: int) -> Warmed:
     segment = model.attach(version, "header")
     with hot_folder(model.root, model.name) as folder, folder.lock("warm.lock", 0):
         number = max(deltas_of(folder, version), default=0)
-        try:
-            before = open_hot(folder, segment, number, "header") if number else None
-        except SegmentError:
-            folder.unlink(delta_name(version, number))
-            raise
         counts = RowCounts.shared(folder, segment)
         if counts.begin():
             _inherit(folder, model, segment, counts)
         clear_hot(model.root, model.name, model.versions)
-        return _Warming(segment, counts, before, budget).run(folder, number)
+        try:
+            before = open_hot(folder, segment, number, "header") if number else None
+            return _Warming(segment, counts, before, budget).run(folder, number)
+        except SegmentError:
+            if number in deltas_of(folder, version):
+                folder.unlink(delta_name(version, number))
+            raise
 
 
 class _Warming:
@@ -123,8 +124,7 @@ class _RowCopier:
         self._stored, self._fetch = stored, version.readers[stored.name]
         self._there = np.empty(0, np.int64)
         if before is not None and stored.name in before.tables:
-            hot = before.own_hot_rows(stored.name, stored.rows)
-            self._there, self._packed = hot.numbers(), hot.packed
+            self._there, self._packed = _hot_rows(before, stored)
 
     def __call__(self, rows: Ids) -> Bytes:
         """Returns rows [n], ascending. RowsNotRead: some are late or damaged."""
@@ -156,6 +156,25 @@ def _row_bytes(hot: Delta | None) -> int:
     return 0 if hot is None else sum(table.bytes for table in hot.tables.values())
 
 
+def _hot_rows(hot: Delta, stored: StoredTable) -> tuple[Ids, Bytes]:
+    """Returns the numbers [n] of a table's hot rows, and the packed rows. SegmentError: the marks changed."""
+    found = hot.own_hot_rows(stored.name, stored.rows)
+    if (numbers := found.numbers()).size != len(found.packed):
+        raise SegmentError(
+            f"{hot.path}: table {stored.name!r} has {len(found.packed)} rows and marks of {numbers.size}; "
+            "its bytes changed"
+        )
+    return numbers, found.packed
+
+
+def _opened(folder: Folder, version: Segment) -> Delta | None:
+    """Returns the newest hot segment of a version; None: there is none that is whole."""
+    try:
+        return open_hot(folder, version, max(deltas_of(folder, version.header.version), default=0), "header")
+    except SegmentError:
+        return None
+
+
 def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) -> None:
     """Takes over the counts of the newest version before this one: of raw ids those that its hot segment
     has."""
@@ -164,9 +183,9 @@ def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) 
             before = model.attach(number, "header")
             if (known := RowCounts.opened(folder, before)) is None:
                 continue
-            hot = open_hot(folder, before, max(deltas_of(folder, number), default=0), "header")
         except (SegmentError, VersionError):  # it is damaged, or was removed meanwhile
             continue
+        hot = _opened(folder, before)
         stored = {table.name: table for table in counted_tables(before)}
         for name in known.tables.keys() & counts.tables.keys():
             row_map, uses = before.tables[name].row_map, known.tables[name]
@@ -174,8 +193,11 @@ def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) 
                 used = np.flatnonzero(uses & MOST)
                 ids = used if row_map is None else row_map.ids_of(used)[0]
             elif hot is not None and name in hot.tables:
-                had = hot.own_hot_rows(name, stored[name].rows)
-                used, ids = had.numbers(), kept_ids(had.packed, index.id_at)
+                try:
+                    used, packed = _hot_rows(hot, stored[name])
+                except SegmentError:  # it is damaged
+                    continue
+                ids = kept_ids(packed, index.id_at)
             else:
                 continue
             rows = own_rows(version.tables[name].row_map, ids)

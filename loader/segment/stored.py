@@ -316,6 +316,8 @@ def check_ids(t: StoredTable) -> None:
             f"the id index of {what} has marks of {index.marked} row numbers, and no slot that they could "
             "lead to"
         )
+    if index.numbered and (not index.slots or index.filter_words or index.marked or index.has_times):
+        raise SegmentError(f"the id index of {what} has marks of hot rows, and none of these or other parts")
     buckets = (index.buckets, index.bucket_ids, index.first_bucket, index.owned)
     shape = (RowFormat.parse(t.row_format), t.dim, index.slots)
     layers = (index.filter_words, index.marked)

@@ -262,13 +262,18 @@ typedef struct { int64_t map, rows, first; } layered;
 /* Writes the rows of a lookup to j->numbers, counted from `first` on. 0: one is its table's own, or none. */
 static int place_in_layers(const job *j, const kernel *with, int64_t first) {
     resolving r;
-    uint64_t lacking = 0; /* bit 63: a number lies in [-1, rows); differences, as SSE2 compares no int64 */
+    /* bit 63: a number lies in [-1, rows), or an id is none of the table's; differences, as SSE2 compares no int64 */
+    uint64_t lacking = 0;
     r.job = j, r.next = r.placed = r.checked = r.missing = r.backfilled = 0;
     with->place(&r, j->n_ids);
     for (int64_t i = 0; i < j->n_ids; i++) {
         const uint64_t row = (uint64_t)j->numbers[i];
         lacking |= ~((row + 1) | ((uint64_t)j->rows - 1 - row));
         j->numbers[i] = (int64_t)(row - (uint64_t)first);
+    }
+    for (int64_t i = 0; !j->map->directory && i < j->n_ids; i++) { /* of such a map any id may be its own number */
+        const uint64_t at = (uint64_t)load_i64(j->ids + 8 * i) - (uint64_t)j->map->first;
+        lacking |= at | ((uint64_t)j->map->id_count - 1 - at);
     }
     return !(lacking >> 63);
 }

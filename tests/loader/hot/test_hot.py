@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,11 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.segment.delta_writer import DeltaEntries, merge, write_delta
 from tableside.loader.segment.header import Change
+from tableside.loader.segment.header_checks import check_header
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import LookupKind, Place, Plan, Pooling, choose
-from tableside.quant.errors import RowsNotRead
+from tableside.quant.errors import BadIds, RowsNotRead
 
 
 def publish(disk: Path, folder: Path, values: np.ndarray = VALUES, ids: np.ndarray = IDS) -> Model:
@@ -181,7 +183,7 @@ def test_a_damaged_hot_segment_is_not_read(model: Model, reading: Reading) -> No
     )
 
 
-@pytest.mark.parametrize("what", ["rows", "index"])
+@pytest.mark.parametrize("what", ["rows", "index", "a mark"])
 def test_a_damaged_hot_segment_gives_the_next_one_no_rows(model: Model, reading: Reading, what: str) -> None:
     ask(reading, "dense", np.arange(100), 3)
     warm(model, 1, 1 << 20)
@@ -191,7 +193,12 @@ def test_a_damaged_hot_segment_gives_the_next_one_no_rows(model: Model, reading:
     assert hot is not None
     (table,) = hot.segment.header.tables
     assert table.ids is not None and table.ids.index is not None
-    flip_bit(hot.path, (table if what == "rows" else table.ids.index).offset + 64)
+    at = {
+        "rows": table.offset + 64,
+        "index": table.ids.index.offset + 64 + 8,
+        "a mark": table.ids.index.offset + 64,
+    }
+    flip_bit(hot.path, at[what])
     ask(reading, "dense", np.arange(1000, 2000), 3)
     with pytest.raises(SegmentError, match=r"1\+1.delta"):
         warm(model, 1, 1 << 20)
@@ -214,10 +221,51 @@ def test_a_hot_segment_of_an_earlier_release_is_made_anew(model: Model, reading:
         tables = merge(base, [("dense", [entries])], 1)
         write_delta(folder.path / "1+1.delta", folder.create("1+1.delta"), base.header, change, tables)
     assert reading.follow() and reading.hot_rows("dense") == set() and not reading.follow()
-    with pytest.raises(SegmentError, match=r"1\+1.delta was made by an earlier release"):
-        warm(model, 1, 1 << 20)
     assert warm(model, 1, 1 << 20).rows == 100
     assert reading.follow() and reading.hot_rows("dense") == set(rows.tolist())
+
+
+def test_hot_rows_are_taken_for_nothing_else(model: Model, reading: Reading) -> None:
+    """Neither for a delta, nor for those of a table of another size. A version has none."""
+    ask(reading, "dense", np.arange(100), 3)
+    warm(model, 1, 1 << 20)
+    with hot_folder(model.root, "m") as folder:
+        hot = open_hot(folder, reading.version, 1, "always")
+    assert hot is not None
+    table = reading.version.tables["dense"]
+    with pytest.raises(SegmentError, match=r"1\+1.delta holds hot rows, and is no delta"):
+        hot.layer("dense", table)
+    with pytest.raises(SegmentError, match="has no marks of hot rows, or not of 19999 rows"):
+        hot.own_hot_rows("dense", ROWS - 1)
+    apply(model, ChangeBatch([TableChanges("dense", np.arange(3), np.ones((3, DIM), np.float32))]))
+    (delta,) = attach_state(model).deltas
+    with pytest.raises(SegmentError, match="has no marks of hot rows"):
+        delta.hot_rows("dense", table)
+    header = replace(hot.segment.header, delta=None, features=reading.version.header.features[:1])
+    with pytest.raises(SegmentError, match="a version has the marks of hot rows"):
+        check_header(header, 4096, hot.segment.size)
+
+
+@pytest.mark.parametrize("has_hot", [False, True])
+def test_an_id_that_no_row_has_is_refused(model: Model, reading: Reading, has_hot: bool) -> None:
+    """Under changes, and above hot rows, where all ids of a request lie elsewhere than the table."""
+    if has_hot:
+        ask(reading, "dense", np.arange(100), 3)
+        warm(model, 1, 1 << 20)
+    changed = np.arange(50, 60)
+    apply(model, ChangeBatch([TableChanges("dense", changed, np.ones((10, DIM), np.float32))]))
+    assert reading.follow()
+    row_map = reading.placed.tables["dense"].row_map
+    assert row_map is not None
+    first, packed = row_map.elsewhere[0]
+    for wrong in (ROWS, ROWS + 5000, -1, -5, first - 100, first, first + len(packed), 2**62, -(2**63)):
+        for count in (1, 5, 5000):
+            ids = np.resize(changed, count)
+            ids[-1] = wrong
+            with pytest.raises(BadIds) as caught:
+                reading.lookup("dense", ids)
+            found = caught.value
+            assert (found.position, found.value, found.bound) == (count - 1, wrong, ROWS)
 
 
 def test_a_row_that_is_damaged_on_the_disk_does_not_become_hot(model: Model, reading: Reading) -> None:

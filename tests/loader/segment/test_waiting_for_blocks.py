@@ -189,6 +189,17 @@ def test_a_slow_disk_does_not_hang(waits: list[tuple[float, float, int, int]]) -
         assert breaker.told(began, came, late) == "" and not breaker.is_open()
 
 
+def test_a_disk_that_hangs_is_noticed_within_a_second() -> None:
+    """By requests that wait for a tenth of one, one after another."""
+    now = [0.0]
+    breaker = Breaker(lambda: now[0])
+    for tenth in range(9):
+        assert not breaker.is_open()
+        now[0] = 50 + 0.1 * tenth + 0.105
+        breaker.told(50 + 0.1 * tenth, 0, 5)
+    assert breaker.is_open() and now[0] < 51
+
+
 def test_who_looks_whether_a_disk_reads_again_waits_half_a_second(
     file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import expect
-from tables import table_of, values_of
+from tables import expected_of, table_of, values_of
 
-from tableside.quant import Pooling, RowFormat, Source, choose
+from tableside.quant import LookupKind, Place, Pooling, RowFormat, Source, choose
 from tableside.quant.cpu import _native
+from tableside.quant.rows.ids import array_address
 
 HOSTILE = [
     -(2**63),
@@ -85,6 +86,19 @@ def run(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
     except (ValueError, OverflowError) as refused:
         return refused
+
+
+def test_ids_may_lie_elsewhere_than_the_inputs() -> None:
+    """At an address for each lookup, or with 0 in the inputs; an array of another length is refused."""
+    table, ids, other = table_of(RowFormat.FP32, 4, 9), np.array([3, 4]), np.array([7, 8])
+    planner = choose().memory_planner([LookupKind(table, Pooling.NONE)] * 2, 1)
+    places = np.array([Place(n, 0, 2, -1, 0, 0, -1, 32 * n) for n in range(2)], np.int64)
+    out = np.zeros((4, 4), np.float32)
+    planner.run_rows(places, ids, out, np.array([0, array_address(other)]))
+    np.testing.assert_array_equal(out, expected_of(table, np.array([3, 4, 7, 8])))
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"{8 * count} bytes are no addresses for 2 lookups"):
+            planner.run_rows(places, ids, out, np.zeros(count, np.int64))
 
 
 @pytest.mark.thorough

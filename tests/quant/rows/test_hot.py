@@ -169,6 +169,6 @@ def test_lookups_whose_rows_all_are_hot(isa: str) -> None:
     found = in_layers(kinds, places, ids.tobytes())
     assert found is not None
     np.testing.assert_array_equal(found[0], table.row_map.find(ids) + 7)
-    for other in (0, 9, 90, 99):
+    for other in (0, 9, 90, 99, 100, 105, -1, -5, 2**62, -(2**63)):
         ids[79] = other
         assert in_layers(kinds, places, ids.tobytes()) is None
