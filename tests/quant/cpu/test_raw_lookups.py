@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_backends import BACKENDS, cpu_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed_tables import RawTable, kinds_of_ids, part_of, raw_table
@@ -25,12 +26,10 @@ from tableside.quant import (
     choose,
 )
 from tableside.quant.contract import Unfound
-from tableside.quant.cpu import _native
 from tableside.quant.cpu.native import gather
 from tableside.quant.errors import Problem
 from tableside.quant.rows.ids import RowMap
 
-BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 KINDS = kinds_of_ids(300)
 # the id in the row's padding, with rows of 1, 2, 3 and more lines of the cache; and beside the rows
 LAYOUTS = [
@@ -44,11 +43,7 @@ SHARED_IDS = 40_000  # of one call: more than `SHARED_IDS` of _execute.h, and mo
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
-    name, _, isa = request.param.partition("-")
-    if isa:
-        _native.use(isa)
-    yield backend_of(name)
-    _native.use(_native.isas()[0])
+    yield from cpu_backend(request.param)
 
 
 def asked_of(ids: np.ndarray, count: int = 180) -> np.ndarray:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cpu_backends import BACKENDS, cpu_backend
 from hot_tables import with_hot
 from indexed_tables import raw_table
 from overlays import KINDS, changed, overlaid
-from reference import backend_of
 from tables import check_vectors, table_of
 
 from tableside.quant import CpuBackend, RowFormat, Table
@@ -19,18 +19,13 @@ from tableside.quant.cpu.index_builder import in_layers, place_rows
 from tableside.quant.rows.hot import HotRows, fill_hot, hot_words
 from tableside.quant.rows.ids import RowMap
 
-BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 COUNTS = (0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 80, 2047, 2049, 6000)  # around blocks, stretches and pieces
 SHARES = (0.0, 0.03, 0.5, 1.0)
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
-    name, _, isa = request.param.partition("-")
-    if isa:
-        _native.use(isa)
-    yield backend_of(name)
-    _native.use(_native.isas()[0])
+    yield from cpu_backend(request.param)
 
 
 @pytest.fixture(params=_native.isas())

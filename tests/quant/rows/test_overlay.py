@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_backends import BACKENDS, cpu_backend
 from indexed_tables import raw_table
 from overlays import (
     KINDS,
@@ -19,16 +20,14 @@ from overlays import (
     overlaid,
     raw,
 )
-from reference import backend_of
 from tables import check_vectors
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat
 from tableside.quant.contract import Unfound
-from tableside.quant.cpu import _native, index_builder
+from tableside.quant.cpu import index_builder
 from tableside.quant.errors import Problem
 from tableside.quant.rows.overlay import Overlay, are_marks_worth_it, filter_bits, filter_words
 
-BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 LAYOUTS = [
     (RowFormat.INT8, 64),
     (RowFormat.INT8, 60),
@@ -54,11 +53,7 @@ COUNTS = (
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
-    name, _, isa = request.param.partition("-")
-    if isa:
-        _native.use(isa)
-    yield backend_of(name)
-    _native.use(_native.isas()[0])
+    yield from cpu_backend(request.param)
 
 
 def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
