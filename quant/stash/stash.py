@@ -31,17 +31,18 @@ def stash_embedding_weights(
     modules: torch.nn.Module | Iterable[torch.nn.Module],
     stream: "torch.cuda.Stream | None" = None,
     *,
+    back_stream: "torch.cuda.Stream | None" = None,
     most_bytes: int | None = None,
     frees: bool = True,
 ) -> "Restore":
     """Copies the embedding weights in `modules` to page-locked memory, after the current stream's work, and
     frees them. Finds nn.EmbeddingBag, nn.Embedding and modules with `weights_dev` (FBGEMM's). stream: copies;
-    None: a new one. most_bytes: takes only the largest weights that fit. frees False: the result's `free` or
-    `free_at` frees them. Call the result, or register it as a hook, to restore the weights. They also return
-    when one of `modules` that uses them is called, on state_dict and load_state_dict, and before a step of
-    their optimizer. Nothing else may touch them while away: other modules that share them, copy.deepcopy and
-    pickling find no memory. StashError: no such weights, already stashed, cannot be freed, or no host memory;
-    nothing has changed then."""
+    None: a new one. back_stream: copies them back; None: that of the copies out. most_bytes: takes only the
+    largest weights that fit. frees False: the result's `free` or `free_at` frees them. Call the result, or
+    register it as a hook, to restore the weights. They also return when one of `modules` that uses them is
+    called, on state_dict and load_state_dict, and before a step of their optimizer. Nothing else may touch
+    them while away: other modules that share them, copy.deepcopy and pickling find no memory. StashError: no
+    such weights, already stashed, cannot be freed, or no host memory; nothing has changed then."""
     given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     names = ", ".join(type(m).__name__ for m in given) or "no module"
     found = embedding_weights(given)
@@ -73,7 +74,7 @@ def stash_embedding_weights(
                 f"{w.description} lie in memory that torch did not allocate (numpy's, shared); it cannot be "
                 "freed"
             )
-    return Restore(chosen, stream, frees)
+    return Restore(chosen, stream, back_stream, frees)
 
 
 def embedding_weights(modules: Sequence[torch.nn.Module]) -> list[Weights]:
@@ -109,11 +110,18 @@ class Restore:
     """Stashed weights going out, away, or coming back. Calling it, also as a hook, is `start` then `wait`.
     is_out: not on their way back yet."""
 
-    def __init__(self, weights: list[Weights], stream: "torch.cuda.Stream | None", frees: bool) -> None:
+    def __init__(
+        self,
+        weights: list[Weights],
+        stream: "torch.cuda.Stream | None",
+        back_stream: "torch.cuda.Stream | None",
+        frees: bool,
+    ) -> None:
         self._weights = weights
         self.bytes = sum(w.bytes for w in weights)
         devices = {w.device for w in weights if w.device.type == "cuda"}
-        if len(devices) > 1 or (stream is not None and devices and {stream.device} != devices):
+        given = {s.device for s in (stream, back_stream) if s is not None}
+        if len(devices) > 1 or (devices and given - devices):
             named = ", ".join(sorted(str(d) for d in devices))
             raise StashError(
                 f"the weights lie on {named}; stash those of each GPU on their own, with a stream of that GPU"
@@ -122,6 +130,7 @@ class Restore:
         self._stream = stream if devices else None
         if self._stream is None and self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._back_stream = back_stream if devices and back_stream is not None else self._stream
         self._copied: Transfer | None = None
         self._back: Transfer | None = None
         self.is_out = False
@@ -146,8 +155,7 @@ class Restore:
     # ---- out ----
 
     def _copy_out(self) -> None:
-        self._after_current_stream()
-        with self._copying("out", self.bytes) as self._copied:
+        with self._copying("out", self.bytes, self._stream) as self._copied:
             for w in self._weights:
                 assert w.host is not None
                 w.host.copy_(w.seen(), non_blocking=True)
@@ -214,8 +222,10 @@ class Restore:
                     "the host's copy is "
                     f"whole: make room, and restore again ({str(error).splitlines()[0]})"
                 ) from error
-        self._after_current_stream()
-        with self._copying("back", sum(w.bytes for w in away)) as self._back:
+        assert self._copied is not None
+        with torch.cuda.stream(self._back_stream):
+            self._copied.wait()
+        with self._copying("back", sum(w.bytes for w in away), self._back_stream) as self._back:
             for w in away:
                 assert w.host is not None
                 w.seen().copy_(w.host, non_blocking=True)
@@ -273,19 +283,14 @@ class Restore:
         self._guards.clear()
 
     @contextmanager
-    def _copying(self, direction: str, nbytes: int) -> Iterator[Transfer]:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.cuda.stream(self._stream),
-        ):  # a stream of None: nothing
-            transfer = Transfer(direction, nbytes, self._stream, registry.totals)
+    def _copying(self, direction: str, nbytes: int, stream: "torch.cuda.Stream | None") -> Iterator[Transfer]:
+        """Copies on a stream, after the current stream's work. A stream of None: on the host."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
+            transfer = Transfer(direction, nbytes, stream, registry.totals)
             yield transfer
             transfer.enqueued()
-
-    def _after_current_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
 
 def points(forward_ms: Sequence[float], backward_ms: Sequence[float], copy_ms: float) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,13 +24,15 @@ MARGIN = 1.1  # a restore begins this much earlier than one copy's duration, at 
 class StashPoints(NamedTuple):
     """Indices of `layers`: weights go before `free_at` runs and return from the gradient of `start_at`'s
     output; None: they go at once and return on demand. out_ms, back_ms: longest copies of a watched step, all
-    together. needed_by: what first needed weights in the last one."""
+    together. needed_by: what first needed weights in the last one. share: of the bytes whose copies end in
+    time."""
 
     free_at: int | None
     start_at: int | None
     out_ms: float
     back_ms: float
     needed_by: str
+    share: float
 
 
 @dataclass
@@ -48,7 +50,9 @@ class _WatchedStep:
 class TrainingStash:
     """Stashes the weights of all lookups of `model` in each step. `remove` restores them and ends it.
     layers: of the dense part, in order; none: free at once, restore on demand. stream: copies, such as a
-    pipeline's memcpy stream; None: one a lookup. timeout_s: a slower copy is a StashError at the next lookup.
+    pipeline's memcpy stream; None: one a lookup. back_stream: copies back; None: that of the copies out.
+    most_bytes: takes only the largest weights that fit; "auto": those whose copies end in time, once `points`
+    are known. timeout_s: a slower copy is a StashError at the next lookup.
     Passes without gradients and ranks without shards stash nothing. StashError: no embeddings, or TorchRec's
     own stashing is on."""
 
@@ -58,6 +62,8 @@ class TrainingStash:
         layers: Sequence[torch.nn.Module] = (),
         *,
         stream: "torch.cuda.Stream | None" = None,
+        back_stream: "torch.cuda.Stream | None" = None,
+        most_bytes: int | Literal["auto"] | None = None,
         watch_steps: int = 3,
         timeout_s: float | None = None,
     ) -> None:
@@ -67,12 +73,14 @@ class TrainingStash:
                 "not both"
             )
         self.points: StashPoints | None = None
-        self._layers, self._stream, self._timeout_s = list(layers), stream, timeout_s
-        self._watch_steps = watch_steps
+        self._layers, self._timeout_s, self._watch_steps = list(layers), timeout_s, watch_steps
+        self._streams, self._is_auto = (stream, back_stream), most_bytes == "auto"
         self._watched: list[_WatchedStep] = []
         self._step, self._before = _WatchedStep(), _WatchedStep()
         self._now = ""  # the hook that ran last
         self._device = torch.device("cpu")
+        if self._is_auto and not self._layers:
+            raise StashError('most_bytes="auto" needs `layers`: it takes what their time hides')
         lookups = lookups_in(model)
         if not lookups:
             raise StashError(
@@ -80,6 +88,17 @@ class TrainingStash:
                 "collections"
             )
         self.lookups = {name: lookup for name, lookup in lookups.items() if embedding_weights([lookup])}
+        self._sizes = sorted(
+            ((w.bytes, n) for n, lookup in self.lookups.items() for w in embedding_weights([lookup])),
+            reverse=True,
+        )
+        self._total = sum(size for size, _ in self._sizes)
+        self._bytes = self._most_of_each(most_bytes if isinstance(most_bytes, int) else self._total)
+        if self.lookups and not any(self._bytes.values()):
+            raise StashError(
+                f"no weights of {most_bytes:,} bytes or less; the smallest are {self._sizes[-1][0]:,}; raise "
+                "most_bytes"
+            )
         self._hooks: list[Any] = [
             lookup.register_forward_hook(lambda _m, _i, output, name=name: self._after(name, output))
             for name, lookup in self.lookups.items()
@@ -109,9 +128,18 @@ class TrainingStash:
         if self._step.needed is not None:
             self._next_step()
         self._check_transfers()
+        if not self._bytes[name]:
+            return
         self._device = outputs[0].device
         free_at = None if self.points is None else self.points.free_at
-        restore = stash_embedding_weights(self.lookups[name], self._stream, frees=free_at is None)
+        stream, back_stream = self._streams
+        restore = stash_embedding_weights(
+            self.lookups[name],
+            stream,
+            back_stream=back_stream,
+            most_bytes=self._bytes[name],
+            frees=free_at is None,
+        )
         restore.on_start = self._is_needed
         if free_at is not None:
             restore.free_at(self._layers[free_at])
@@ -120,6 +148,15 @@ class TrainingStash:
         self._now = f"the forward of {name}"
         for tensor in outputs:
             tensor.register_hook(lambda _, name=name, restore=restore: self._is_back(name, restore))  # type: ignore[no-untyped-call]
+
+    def _most_of_each(self, most_bytes: int) -> dict[str, int]:
+        """Returns how many bytes each lookup may stash: the largest weights of all that fit together."""
+        bytes_of = dict.fromkeys(self.lookups, 0)
+        for size, name in self._sizes:
+            if size <= most_bytes:
+                bytes_of[name] += size
+                most_bytes -= size
+        return bytes_of
 
     def _is_back(self, name: str, restore: Restore) -> None:
         self._now = f"the gradient of {name}"
@@ -173,6 +210,8 @@ class TrainingStash:
         ):
             self.points = _points_of([_times_of(step) for step in self._watched])
             self._watched.clear()
+            if self._is_auto:
+                self._bytes = self._most_of_each(int(self.points.share * self._total))
         self._step, self._before, self._now = _WatchedStep(), self._step, ""
 
 
@@ -198,6 +237,7 @@ def _points_of(steps: Sequence[StepTimes]) -> StashPoints:
         n: min(s.backward[n] for s in steps) for n in steps[0].backward if all(n in s.backward for s in steps)
     }
     in_time = [n for n in leads if leads[n] >= MARGIN * back]
+    shares = (max(begins.values(), default=0.0), out), (max(leads.values(), default=0.0), MARGIN * back)
     return StashPoints(
         next(
             (n for n in sorted(begins, key=lambda n: begins[n]) if begins[n] >= out),
@@ -207,6 +247,7 @@ def _points_of(steps: Sequence[StepTimes]) -> StashPoints:
         out,
         back,
         steps[-1].needed_by,
+        min([1.0, *(time / copy for time, copy in shares if copy)]),
     )
 
 

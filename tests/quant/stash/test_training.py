@@ -36,11 +36,12 @@ class Model(torch.nn.Module):
 
 
 def train(
-    stashes: bool, with_layers: bool = True, steps: int = 6
+    stashes: bool, with_layers: bool = True, steps: int = 6, **options: Any
 ) -> tuple[list[float], Model, TrainingStash | None, list[int]]:
     """Losses, the model, and how many weights were away before each step's backward."""
     model = Model()
-    stashing = TrainingStash(model, model.layers if with_layers else (), timeout_s=60.0) if stashes else None
+    layers = model.layers if with_layers else ()
+    stashing = TrainingStash(model, layers, timeout_s=60.0, **options) if stashes else None
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     generator, losses, away = torch.Generator().manual_seed(1), [], []
     for _ in range(steps):
@@ -71,12 +72,55 @@ def test_every_step_stashes_and_the_bits_are_the_same(with_layers: bool) -> None
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+def test_the_largest_weights_that_fit_are_stashed() -> None:
+    """Both tables are as large: room for one takes one, and the bits are the same."""
+    wanted, _, _, _ = train(False)
+    losses, model, stashing, away = train(True, most_bytes=2 * ROWS * DIM * 4 - 1)
+    assert losses == wanted and away == [1] * 6 and stashing is not None
+    stashing.remove()
+    said = f"no weights of 31,999 bytes or less; the smallest are {ROWS * DIM * 4:,}; raise most_bytes"
+    with pytest.raises(StashError, match=said):
+        TrainingStash(model, most_bytes=ROWS * DIM * 4 - 1)
+
+
+@pytest.mark.parametrize(("share", "taken"), [(1.0, 2), (0.6, 1), (0.4, 0)])
+def test_auto_takes_what_the_layers_hide(monkeypatch: pytest.MonkeyPatch, share: float, taken: int) -> None:
+    """All weights in the watched steps, then those whose copies end in time."""
+    wanted, _, _, _ = train(False)
+    found = StashPoints(2, 0, 0.0, 0.0, "", share)
+    monkeypatch.setattr("tableside.quant.stash.training._points_of", lambda _: found)
+    losses, _, stashing, away = train(True, most_bytes="auto")
+    assert losses == wanted and away == [2] * 3 + [taken] * 3 and stashing is not None
+    stashing.remove()
+
+
+def test_auto_needs_layers() -> None:
+    with pytest.raises(StashError, match='most_bytes="auto" needs `layers`'):
+        TrainingStash(Model(), most_bytes="auto")
+
+
+@pytest.mark.parametrize(
+    ("step", "share"),
+    [
+        (({0: 1, 1: 5, 2: 9}, {0: 1, 1: 5, 2: 9}), 1.0),
+        (({0: 1, 1: 2}, {0: 1, 1: 8}), 0.5),  # half of the copy out is done when the last layer begins
+        (
+            ({0: 1, 1: 8}, {0: 1, 1: 2.2}),
+            0.5,
+        ),  # a half, and a tenth more, comes back after the first gradient
+        (({}, {}), 0.0),
+    ],
+)
+def test_the_share_that_is_hidden(step: tuple[Any, Any], share: float) -> None:
+    assert _points_of([times(*step)]).share == pytest.approx(share)
+
+
 def test_restores_start_at_the_gradient_of_the_layer_that_was_found() -> None:
     """And not before: at the layer after it in the backward they are on their way, at the one before it
     they are away."""
     _, model, stashing, _ = train(True)
     assert stashing is not None
-    stashing.points = StashPoints(2, 1, 0.0, 0.0, "")
+    stashing.points = StashPoints(2, 1, 0.0, 0.0, "", 1.0)
     found: dict[str, int] = {}
     for n, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda *_, n=n: found.update({f"forward {n}": model.away()}))
