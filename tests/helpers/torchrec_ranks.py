@@ -122,8 +122,9 @@ class Batched(Pipelineable):
         return Batched(self.bags.pin_memory(), self.sequences.pin_memory())
 
 
-def sharded(dense: str = "ddp", device: str = "cpu") -> Any:
-    """The model behind DistributedModelParallel. dense: ddp or fsdp. Weights are the same in every run."""
+def sharded(dense: str = "ddp", device: str = "cpu", weight_init_device: str | None = None) -> Any:
+    """The model behind DistributedModelParallel. dense: ddp or fsdp. weight_init_device: of the sharders.
+    Weights are the same in every run."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -137,12 +138,14 @@ def sharded(dense: str = "ddp", device: str = "cpu") -> Any:
     )
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
+    from tableside.loader.tbe.sharders import with_weight_init_device
+
     torch.manual_seed(0)
     model = Model()
     fused = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     sharders = [
-        EmbeddingBagCollectionSharder(fused_params=fused),
-        EmbeddingCollectionSharder(fused_params=fused),
+        with_weight_init_device(EmbeddingBagCollectionSharder(fused_params=fused), weight_init_device),
+        with_weight_init_device(EmbeddingCollectionSharder(fused_params=fused), weight_init_device),
     ]
     planned = partial(construct_module_sharding_plan, local_size=RANKS, world_size=RANKS, device_type=device)
     kernel = {"compute_kernel": "fused"}
@@ -171,7 +174,8 @@ def sharded(dense: str = "ddp", device: str = "cpu") -> Any:
         device=torch.device(device),
         init_data_parallel=dense == "ddp",
     )
-    fill(wrapped)
+    if weight_init_device != "meta":
+        fill(wrapped)
     return wrapped
 
 
