@@ -1,5 +1,6 @@
 """`swap_embeddings`: replaces a trained model's embedding modules by modules that read published tables."""
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
@@ -147,7 +148,8 @@ class SwappedCollection(SwappedModule):
 
 
 class _Found(NamedTuple):
-    """A module that is to be replaced. refused: why it cannot be; empty: it can."""
+    """A module that is to be replaced. path: without what DistributedModelParallel puts before it. refused:
+    why it cannot be; empty: it can."""
 
     path: str
     old: torch.nn.Module
@@ -164,8 +166,8 @@ def swap_embeddings(
     follow: Literal["live"] | None = "live",
     **options: Unpack[SourceOptions],
 ) -> dict[str, torch.nn.Module]:
-    """Replaces every nn.EmbeddingBag, nn.Embedding and TorchRec collection below `module`; returns them by
-    path.
+    """Replaces every nn.EmbeddingBag, nn.Embedding and TorchRec collection below `module`, sharded or not;
+    returns them by path.
 
     mapping: path -> its feature, or {a collection's feature: the model's}, or None: keep; others are found as
     `serving.modules.wanted` says. output: None: each module's dtype. follow, options: as for `EmbeddingBags`.
@@ -174,43 +176,54 @@ def swap_embeddings(
     mapping = mapping or {}
     source = ModuleSource(model, **options)
     served = published(source).now().served
-    found = [f for f in _embeddings(module) if mapping.get(f.path, "") is not None]
+    everything = dict(_embeddings(module))
+    found = {place: f for place, f in everything.items() if mapping.get(f.path, "") is not None}
     problems = [
         f"{path}: no embedding module is there"
         for path in mapping
-        if path not in {f.path for f in _embeddings(module)}
+        if path not in {f.path for f in everything.values()}
     ]
     if not found and not problems:
         raise ModuleError(
             f"{type(module).__name__} holds no embedding modules; give the module that holds them"
         )
-    chosen = [_choose(f, served, mapping.get(f.path), problems) for f in found]
+    chosen = [_choose(f, served, mapping.get(f.path), problems) for f in found.values()]
     if problems:
         raise ModuleError(
             f"model {model!r} version {served.version} does not fit the module:\n  " + "\n  ".join(problems)
         )
     made: dict[int, torch.nn.Module] = {}
-    for one, features in zip(found, chosen, strict=True):
+    for (place, one), features in zip(found.items(), chosen, strict=True):
         if id(one.old) not in made:
             dtype = _output_of(one.old) if output is None else output
             made[id(one.old)] = _replacement(one, model, features, output=dtype, follow=follow, **options)
-        parent, _, name = one.path.rpartition(".")
+        parent, _, name = place.rpartition(".")
         setattr(module.get_submodule(parent), name, made[id(one.old)])
-    return {f.path: f.old for f in found}
+    for parallel in module.modules():
+        if type(parallel).__name__ in _PARALLEL:  # whose optimizer has the shards
+            parallel._optim = parallel._init_optim(parallel._dmp_wrapped_module)  # type: ignore[operator]  # TorchRec's
+    return {f.path: f.old for f in found.values()}
 
 
-def _embeddings(module: torch.nn.Module) -> Iterator[_Found]:
-    """The modules that can be replaced, not those inside of them. A module at two paths comes twice."""
+_PARALLEL = ("DistributedModelParallel", "DMPCollection")
+_WRAPPED = re.compile(r"^_dmp_wrapped_module\.(module\.)?")  # the second one is DistributedDataParallel's
+
+
+def _embeddings(module: torch.nn.Module) -> Iterator[tuple[str, _Found]]:
+    """The modules that can be replaced, not those inside of them, and where each is. A module at two paths
+    comes twice."""
     inside: list[str] = []
     for path, old in module.named_modules(remove_duplicate=False):
-        if any(path.startswith(f"{p}.") for p in inside) or (found := _found(path, old)) is None:
+        if any(path.startswith(f"{p}.") for p in inside):
+            continue
+        if (found := _found(_WRAPPED.sub("", path), old)) is None:
             continue
         if not path:
             raise ModuleError(
                 f"{type(old).__name__} itself cannot be replaced in place; give the module that holds it"
             )
         inside.append(path)
-        yield found
+        yield path, found
 
 
 def _found(path: str, old: Any) -> _Found | None:
@@ -219,27 +232,29 @@ def _found(path: str, old: Any) -> _Found | None:
         return _Found(path, old, of_module(path, old, MODES.get(old.mode)), refused + _norm(old))
     if isinstance(old, torch.nn.Embedding):
         return _Found(path, old, of_module(path, old, Pooling.NONE), _norm(old))
-    name = type(old).__name__
-    # TorchRec's, which need not be installed
-    if any(base.__name__ == "ShardedModule" for base in type(old).__mro__):
+    name = type(old).__name__  # TorchRec's, which need not be installed
+    pooled, bare = _told(old, "embedding_bag_configs"), _told(old, "embedding_configs")
+    if isinstance(old, (SwappedBagCollection, SwappedCollection)):
+        return None
+    if pooled is None and bare is None:
+        if not any(base.__name__ == "ShardedModule" for base in type(old).__mro__):
+            return None
         why = f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"
         return _Found(path, old, [], [why])
-    pooled, bare = (
-        callable(getattr(old, "embedding_bag_configs", None)),
-        callable(getattr(old, "embedding_configs", None)),
-    )
-    if not (pooled or bare) or isinstance(old, (SwappedBagCollection, SwappedCollection)):
-        return None
     refused = (
         [f"{name} maps or weighs ids itself, which is not served"]
         if "Managed" in name or "FeatureProcessed" in name
         else []
     )
-    if pooled:
-        return _Found(
-            path, old, of_configs(path, "embedding_bags", old.embedding_bag_configs(), True), refused
-        )
-    return _Found(path, old, of_configs(path, "embeddings", old.embedding_configs(), False), refused)
+    if pooled is not None:
+        return _Found(path, old, of_configs(path, "embedding_bags", pooled, True), refused)
+    return _Found(path, old, of_configs(path, "embeddings", bare, False), refused)
+
+
+def _told(old: Any, name: str) -> Any:
+    """Returns what a TorchRec collection says by a method or, where it is sharded, keeps; None: neither."""
+    told = getattr(old, name, None)
+    return told() if callable(told) else getattr(old, f"_{name}", None)
 
 
 def _norm(old: torch.nn.EmbeddingBag | torch.nn.Embedding) -> list[str]:
@@ -280,14 +295,13 @@ def _replacement(one: _Found, model: str, features: list[str], **options: Any) -
         embeddings = Embeddings(model, features, **options)
         if isinstance(old, torch.nn.Embedding):
             return SwappedEmbedding(embeddings, old)
-        needs_ids = bool(old.need_indices()) if hasattr(old, "need_indices") else False
-        return SwappedCollection(embeddings, one.wanted, old.embedding_configs(), needs_ids)
+        configs, needs_ids = _told(old, "embedding_configs"), bool(_told(old, "need_indices"))
+        return SwappedCollection(embeddings, one.wanted, configs, needs_ids)
     if isinstance(old, torch.nn.EmbeddingBag):
         padding = None if old.padding_idx is None else {features[0]: old.padding_idx}
         bags = EmbeddingBags(
             model, features, include_last_offset=old.include_last_offset, padding_idx=padding, **options
         )
         return SwappedBag(bags, old)
-    return SwappedBagCollection(
-        EmbeddingBags(model, features, **options), one.wanted, old.embedding_bag_configs(), old.is_weighted()
-    )
+    configs, is_weighted = _told(old, "embedding_bag_configs"), bool(_told(old, "is_weighted"))
+    return SwappedBagCollection(EmbeddingBags(model, features, **options), one.wanted, configs, is_weighted)

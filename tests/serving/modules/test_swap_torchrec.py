@@ -13,7 +13,6 @@ from tableside.torch import EmbeddingBags, ModuleError, swap_embeddings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import torchrec_ranks
     from torchrec import (
         EmbeddingBagCollection,
         EmbeddingBagConfig,
@@ -61,24 +60,18 @@ def test_the_state_of_the_trained_model_loads_and_says_what_it_ignores(model: st
         module.load_state_dict({**module.state_dict(), "other": torch.ones(1)})
 
 
-def swap_sharded(rank: int, root: str) -> str:
-    """What a rank's swap says of a model behind DistributedModelParallel."""
-    before = dict((module := torchrec_ranks.sharded()).named_modules())
-    with pytest.raises(ModuleError) as error:
-        swap_embeddings(module, "ads", root=root)
-    assert dict(module.named_modules()) == before
-    return str(error.value)
+def test_another_sharded_module_is_refused(model: str) -> None:
+    """One that is no collection, with what to do: it has shards, which no table takes the place of."""
 
+    class ShardedModule(torch.nn.Module):
+        pass
 
-@pytest.mark.thorough
-def test_a_sharded_model_is_refused(model: str) -> None:
-    """With what to do: a rank has shards, which no table takes the place of."""
-    for text in torchrec_ranks.run_ranks(swap_sharded, model):
-        for name in ("ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"):
-            assert (
-                f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"
-                in text
-            )
+    holder = torch.nn.ModuleDict({"tower": (tower := ShardedModule())})
+    with pytest.raises(
+        ModuleError, match="tower: ShardedModule is sharded over ranks; swap in the model before"
+    ):
+        swap_embeddings(holder, "ads", root=model)
+    assert holder.tower is tower
 
 
 def test_a_collection_that_maps_ids_itself_is_refused(model: str) -> None:
