@@ -1,7 +1,8 @@
-"""Two ranks of a real TorchRec training on the CPU, in processes of their own, for tests of stashing.
+"""Ranks of a real TorchRec training on the CPU, in processes of their own.
 
 A model with an EmbeddingBagCollection and an EmbeddingCollection, sharded in every way that is named here,
-behind DistributedModelParallel; the dense part is behind torch's DistributedDataParallel, or FSDP2.
+behind DistributedModelParallel; the dense part is behind torch's DistributedDataParallel, or FSDP2. Two ranks
+of one host, or two of each of two hosts, which TorchRec tells apart by LOCAL_WORLD_SIZE alone.
 """
 
 import os
@@ -19,19 +20,21 @@ from torchrec.streamable import Pipelineable
 RANKS, BATCH, IDS = 2, 8, 3
 ROWS = {"tw": 60, "rw": 90, "cw": 70, "dp": 50}
 SEQUENCE_ROWS = {"stw": 40, "srw": 80}
-DIM = 16
+DIM, GRID_DIM = 16, 256  # a grid has shards of 128 columns
 
 
-def run_ranks(body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """body(rank, *arguments) in two processes with a gloo group; what they returned. AssertionError: one
-    failed."""
+def run_ranks(body: Callable[..., Any], *arguments: Any, hosts: int = 1) -> list[Any]:
+    """body(rank, *arguments) in two processes a host with a gloo group; what they returned. AssertionError:
+    one failed."""
+    ranks = RANKS * hosts
     context = torch.multiprocessing.get_context("spawn")
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         started = [
-            context.Process(target=_rank, args=(rank, port, folder, body, arguments)) for rank in range(RANKS)
+            context.Process(target=_rank, args=(rank, ranks, port, folder, body, arguments))
+            for rank in range(ranks)
         ]
         for process in started:
             process.start()
@@ -46,14 +49,16 @@ def run_ranks(body: Callable[..., Any], *arguments: Any) -> list[Any]:
             errors,
             [p.exitcode for p in started],
         )
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(RANKS)]
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
 
 
-def _rank(rank: int, port: int, folder: str, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, ranks: int, port: int, folder: str, body: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(RANKS)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     try:
         torch.save(body(rank, *arguments), f"{folder}/{rank}")
     except BaseException:
@@ -64,15 +69,16 @@ def _rank(rank: int, port: int, folder: str, body: Callable[..., Any], arguments
 
 
 class Model(torch.nn.Module):
-    """Pooled and sequence embeddings, and a dense part of three layers."""
+    """Pooled and sequence embeddings, and a dense part of three layers. cw_dim: of the table `cw`."""
 
-    def __init__(self) -> None:
+    def __init__(self, cw_dim: int) -> None:
         super().__init__()
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
         meta = torch.device("meta")
+        dims = dict.fromkeys(ROWS, DIM) | {"cw": cw_dim}
         bags = [
-            EmbeddingBagConfig(name=n, embedding_dim=DIM, num_embeddings=r, feature_names=[f"f_{n}"])
+            EmbeddingBagConfig(name=n, embedding_dim=dims[n], num_embeddings=r, feature_names=[f"f_{n}"])
             for n, r in ROWS.items()
         ]
         sequences = [
@@ -81,7 +87,7 @@ class Model(torch.nn.Module):
         ]
         self.bags = EmbeddingBagCollection(tables=bags, device=meta)
         self.sequences = EmbeddingCollection(tables=sequences, device=meta)
-        width = DIM * (len(ROWS) + len(SEQUENCE_ROWS))
+        width = sum(dims.values()) + DIM * len(SEQUENCE_ROWS)
         self.layers = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(3)])
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +130,7 @@ class Batched(Pipelineable):
 
 def sharded(dense: str = "ddp", device: str = "cpu", weight_init_device: str | None = None) -> Any:
     """The model behind DistributedModelParallel. dense: ddp or fsdp. weight_init_device: of the sharders.
-    Weights are the same in every run."""
+    Weights are the same in every run. On two hosts the first three bags are sharded by host."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -133,7 +139,9 @@ def sharded(dense: str = "ddp", device: str = "cpu", weight_init_device: str | N
         column_wise,
         construct_module_sharding_plan,
         data_parallel,
+        grid_shard,
         row_wise,
+        table_row_wise,
         table_wise,
     )
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -141,13 +149,14 @@ def sharded(dense: str = "ddp", device: str = "cpu", weight_init_device: str | N
     from tableside.loader.tbe.sharders import with_weight_init_device
 
     torch.manual_seed(0)
-    model = Model()
+    ranks = torch.distributed.get_world_size()
+    model = Model(GRID_DIM if ranks > RANKS else DIM)
     fused = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     sharders = [
         with_weight_init_device(EmbeddingBagCollectionSharder(fused_params=fused), weight_init_device),
         with_weight_init_device(EmbeddingCollectionSharder(fused_params=fused), weight_init_device),
     ]
-    planned = partial(construct_module_sharding_plan, local_size=RANKS, world_size=RANKS, device_type=device)
+    planned = partial(construct_module_sharding_plan, local_size=RANKS, world_size=ranks, device_type=device)
     kernel = {"compute_kernel": "fused"}
     bags = {
         "tw": table_wise(0, **kernel),
@@ -155,6 +164,8 @@ def sharded(dense: str = "ddp", device: str = "cpu", weight_init_device: str | N
         "cw": column_wise([0, 1], **kernel),
         "dp": data_parallel(),
     }
+    if ranks > RANKS:
+        bags |= {"tw": table_row_wise(0), "rw": table_row_wise(1), "cw": grid_shard([0, 1])}
     sequences = {"stw": table_wise(1, **kernel), "srw": row_wise(**kernel)}
     plan = {
         "bags": planned(model.bags, bags, sharders[0]),
@@ -164,7 +175,7 @@ def sharded(dense: str = "ddp", device: str = "cpu", weight_init_device: str | N
         from torch.distributed.fsdp import fully_shard
 
         for layer in model.layers:
-            fully_shard(layer, mesh=torch.distributed.init_device_mesh(device, (RANKS,)))
+            fully_shard(layer, mesh=torch.distributed.init_device_mesh(device, (ranks,)))
     world = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
     wrapped = DistributedModelParallel(
         model,

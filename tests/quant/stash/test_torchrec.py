@@ -80,6 +80,16 @@ def runs() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
 
 
 @pytest.mark.thorough
+def test_shards_of_a_host_and_of_a_grid_are_stashed() -> None:
+    """Table-row-wise bags on either of two hosts, and a grid over both; four ranks."""
+    for ((plain, stashed),) in run_ranks(with_and_without, [KINDS["ddp"]], hosts=2):
+        full = plain["found"][0][0]
+        assert stashed["losses"] == plain["losses"] and len(full) >= 4
+        assert all(torch.equal(a, b) for a, b in zip(stashed["weights"], plain["weights"], strict=True))
+        assert stashed["found"] == [([0] * len(full), full)] * STEPS
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_training_gives_the_same_bits(runs: Any, kind: str) -> None:
     """Table-, row- and column-wise and data-parallel bags, table- and row-wise sequences, Adagrad inside
