@@ -50,7 +50,7 @@ def right_v2(chance: random.Random) -> Case:
     """Some features, in one of the ways in which they may be sent."""
     inline, inputs, binary = chance.random() < 0.3, [], []
     for feature in chance.sample(sorted(FEATURES), chance.randint(1, len(FEATURES))):
-        for name, datatype, values in _tensors(chance, feature):
+        for name, datatype, values in tensors(chance, feature):
             shape = list(values.shape)
             entry: dict[str, Any] = {"name": name, "datatype": datatype, "shape": shape}
             if inline:
@@ -74,7 +74,7 @@ def right_v2(chance: random.Random) -> Case:
     )
 
 
-def _tensors(chance: random.Random, feature: str) -> list[tuple[str, str, NDArray[Any]]]:
+def tensors(chance: random.Random, feature: str) -> list[tuple[str, str, NDArray[Any]]]:
     """The inputs of one feature: [bags, ids], or values with lengths and perhaps weights."""
     pooled, found = FEATURES[feature]["pooling"] != "none", list[tuple[str, str, NDArray[Any]]]()
     if chance.random() < 0.4:
@@ -237,6 +237,11 @@ def _answer_v2(case: Case) -> Vectors:
         _need(len(values) == count)
         parts[name], shapes[name] = values, entry["shape"]
     _need("data" in request["inputs"][0] or at == len(case.body))
+    return answer_from(parts, shapes, [o["name"] for o in request.get("outputs") or []])
+
+
+def answer_from(parts: dict[str, list[Any]], shapes: dict[str, list[int]], named: list[str]) -> Vectors:
+    """What a right answer to these inputs holds, of all features or those that are named."""
     found = {}
     for feature in dict.fromkeys(map(_feature_of, parts)):
         lengths = parts.get(f"{feature}.lengths")
@@ -250,7 +255,6 @@ def _answer_v2(case: Case) -> Vectors:
             lengths,
             parts.get(f"{feature}.weights"),
         )
-    named = [o["name"] for o in request.get("outputs") or []]
     return {name: found[name] for name in named} if named else found
 
 

@@ -32,6 +32,7 @@ SHORT = {
         ),
     ),
     "requests": (8, ("cases in process", "raw sockets", "schemathesis cases")),
+    "grpc": (4, ("requests", "answered of them")),
     "overload": (4, ("capacity, requests/s",)),
     "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
     "hosts": (5, ("rows read",)),
