@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,3 +150,9 @@ class AskedTable:
     default: NDArray[np.uint8] | None = None
     late_is_default: bool = False
     row_map: None = None
+
+
+def asked_table(table: Any) -> AskedTable | None:
+    """Returns what a source of rows, placed on a device or not, asks for its rows; None: it does not ask."""
+    source = getattr(table, "host", table)
+    return source if isinstance(source, AskedTable) else None

@@ -53,7 +53,8 @@ class DoorEngine(Engine):
     """A model's versions as the engine process serves them."""
 
     def __init__(self, link: EngineLink, model: Model, backend: CpuBackend, settings: ServerSettings) -> None:
-        super().__init__(model, settings, Placer(settings, backend))
+        self._remote = (placer := Placer(settings, backend)).remote
+        super().__init__(model, settings, placer)
         self._link = link
         self._beside = Beside(backend, settings.gpu_from_ids) if settings.gpu_from_ids else None
 
@@ -79,13 +80,13 @@ class DoorEngine(Engine):
         segment = attach_state(
             self.model, State.numbered(number), "header", None if before is None else before.segment
         )
-        stored = segment.header.scorer
+        stored, remote = segment.header.scorer, self._remote(segment)
         return EngineVersion(
             segment,
             _EngineBackend(told["backend"]),
             Placements(
                 placed,
-                on_host=segment.tables,
+                on_host={**segment.tables, **remote},
                 hbm_bytes=told["hbm_bytes"],
                 is_counted=told["is_counted"],
             ),
@@ -93,7 +94,7 @@ class DoorEngine(Engine):
             threads=self._settings.threads,
             max_response_bytes=self._settings.max_response_bytes,
             verified_at=told["verified_at"],
-            beside=None if read_from_disk(placed) else self._beside,
+            beside=None if remote or read_from_disk(placed) else self._beside,
             names=before.names if before is not None and segment.base is before.segment.base else None,
         )
 

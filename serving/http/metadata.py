@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from tableside.loader.model.model import SCORE
 from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredTable
-from tableside.quant.rows.fetched import AskedTable
+from tableside.quant.rows.fetched import asked_table
 from tableside.serving import VERSION
 from tableside.serving.client.types import IdsInfo, ModelInfo, ModelMetadata, TableInfo, TensorInfo
 from tableside.serving.http.inputs import kjt
@@ -240,9 +240,9 @@ def _ids(served: ServedVersion, feature: str) -> list[Any]:
     of a disk are not read for this: any will do where the table has a row for those that it does not know."""
     bound = served.features[feature]
     table, is_on_disk = bound.table, bound.feature.table in served.segment.base.readers
-    if isinstance(table, AskedTable):
-        is_refusing, by_number = table.default is None, not table.owners.buckets
-        ids = [0, table.rows - 1] if by_number and table.rows else [] if is_refusing else [0]
+    if (asked := asked_table(table)) is not None:
+        is_refusing, by_number = asked.default is None, not asked.owners.buckets
+        ids = [0, asked.rows - 1] if by_number and asked.rows else [] if is_refusing else [0]
     else:
         row_map = table.row_map
         is_refusing = row_map is None or row_map.default_row is None

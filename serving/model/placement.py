@@ -14,7 +14,7 @@ from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
-from tableside.loader.segment.stored import INDEX_UNIT_BYTES, TIME_BYTES, StoredTable
+from tableside.loader.segment.stored import StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.cpu.backend import host_table
@@ -25,13 +25,12 @@ from tableside.quant.gpu.residence.registry import (
     residence,
     without_device,
 )
-from tableside.quant.rows.fetched import FetchedTable, RowReader
-from tableside.quant.rows.ids import ID_BYTES
+from tableside.quant.rows.fetched import AskedTable, FetchedTable, RowReader
 from tableside.serving.cluster.owners import remote_sources
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.disk_tables import DiskTables
-from tableside.serving.model.placements import Placements
+from tableside.serving.model.placements import Placements, size_of
 from tableside.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -56,8 +55,8 @@ _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is
 class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
     given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. on_disk: beside
-    a GPU the CPU may look up tables on a disk. count_reads: is given what reads rows from a disk, the model
-    and the table. count_remote: takes the counts of `RemoteTables`, behind the model."""
+    a GPU the CPU may look up tables on a disk, and on other hosts. count_reads: is given what reads rows from
+    a disk, the model and the table. count_remote: takes the counts of `RemoteTables`, behind the model."""
 
     def __init__(
         self,
@@ -140,11 +139,11 @@ class Placer:
         are kept (`Placements.take_over`), changed hot rows fetched. stay: tables that stay on their disk,
         whatever the budget is now. A state of a placed version takes only new deltas. RegistrationError,
         ServingError: CUDA, the GPU's memory or the budget does not allow it."""
-        if segment.header.remote and self.gpu is not None:
-            what = f"rows of {segment.header.model} version {segment.header.version} lie on other hosts"
-            raise ServingError(f"{what}, or in Redis, and the CPU asks for them; leave the devices out")
         if (gpu := self.gpu) is None:
             return self._place_on_host(segment, self.kinds(segment))
+        if segment.header.remote and not self._on_disk:
+            what = f"rows of {segment.header.model} version {segment.header.version} lie on other hosts"
+            raise ServingError(f"{what}, or in Redis, and the CPU asks for them; leave the device out")
         known = self._bases.get(segment.base)
         if (base := None if known is None else known()) is None:
             base = self._place_version(gpu, segment.base, replaced, stay)
@@ -152,7 +151,7 @@ class Placer:
             if replaced is not None:
                 self._warm(base, replaced.base)
         placed = self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
-        return self._under_hot(segment, placed)
+        return self._beside_remote(segment, self._under_hot(segment, placed))
 
     def _place_on_host(self, segment: Segment, kinds: Mapping[str, str]) -> Placements:
         readers = self.disk.readers(segment, kinds)
@@ -161,12 +160,26 @@ class Placer:
             name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
             for name, kind in kinds.items()
         }
-        if remote := segment.header.remote:
-            count = partial(self._count_remote, segment.header.model)
-            on_host |= remote_sources(segment, self._settings, count)
-            kinds = {**kinds, **dict.fromkeys((table.name for table in remote), ELSEWHERE)}
+        remote = self.remote(segment)
+        on_host |= remote
+        kinds = {**kinds, **dict.fromkeys(remote, ELSEWHERE)}
         is_counted = any(reader.note is not None for reader in readers.values())
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
+
+    def remote(self, segment: Segment) -> dict[str, AskedTable]:
+        """Returns a state's tables whose rows other hosts have, or Redis, by name."""
+        if not segment.header.remote:
+            return {}
+        return remote_sources(segment, self._settings, partial(self._count_remote, segment.header.model))
+
+    def _beside_remote(self, segment: Segment, placed: Placements) -> Placements:
+        """The same with the tables whose rows the CPU asks for."""
+        from tableside.quant.gpu.residence.tables import looked_up_by_cpu
+
+        if not (remote := self.remote(segment)):
+            return placed
+        tables = {**placed.on_gpu, **{name: looked_up_by_cpu(asked) for name, asked in remote.items()}}
+        return placed.with_tables(tables, {**placed.placements, **dict.fromkeys(remote, ELSEWHERE)})
 
     def _under_hot(self, segment: Segment, placed: Placements) -> Placements:
         """The same with the tables that are read from a disk under the newest hot segment."""
@@ -183,14 +196,7 @@ class Placer:
             else:
                 tables[name] = replace(tables[name], host=source)
             is_counted |= isinstance(source, FetchedTable) and source.reader.note is not None
-        return Placements(
-            placed.placements,
-            on_gpu=tables,
-            hbm_bytes=placed.hbm_bytes,
-            base=placed.base,
-            hot=hot.number,
-            is_counted=is_counted,
-        )
+        return placed.with_tables(tables, hot=hot.number, is_counted=is_counted)
 
     def has_hotter(self, segment: Segment, placed: Placements) -> bool:
         """Returns whether another hot segment is there than the one that a placed state reads, or other
@@ -214,7 +220,7 @@ class Placer:
                 self._held += layer.bytes
                 weakref.finalize(layer, self._release, layer.bytes)
         taken = sum(layer.bytes for layer in layers)
-        return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
+        return base.with_tables(tables, hbm_bytes=base.hbm_bytes + taken)
 
     def _place_version(
         self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None, stay: Collection[str]
@@ -385,17 +391,3 @@ def _same(replaced: Placements | None, files: Mapping[str, tuple[int, int]]) -> 
         return {}
     before = replaced.base
     return {n: before.on_gpu[n].residence for n, file in files.items() if before.files.get(n) == file}
-
-
-def size_of(stored: StoredTable) -> "TableSize":
-    """Returns what a plan of the device's memory knows of a table."""
-    from tableside.quant.gpu.residence.residence import TableSize
-
-    size = TableSize(stored.name, stored.rows, stored.row_bytes)
-    if stored.ids is None or (index := stored.ids.index) is None:
-        return size
-    ids, is_in_rows = index.slots * ID_BYTES, index.id_at >= 0
-    # Kept ids may stay in host memory, and times are read by compactions alone
-    apart = (0 if is_in_rows else ids, TIME_BYTES * index.slots if index.has_times else 0)
-    array = sum(-(-part // INDEX_UNIT_BYTES) * INDEX_UNIT_BYTES for part in apart)
-    return size._replace(index_bytes=index.bytes - array, id_bytes=ids, ids_in_rows=is_in_rows)

@@ -1,11 +1,14 @@
 """Where the tables of a version were placed."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tableside.loader.segment.stored import INDEX_UNIT_BYTES, TIME_BYTES, StoredTable
 from tableside.quant import RowSource
+from tableside.quant.rows.ids import ID_BYTES
 
 if TYPE_CHECKING:
+    from tableside.quant.gpu.residence.residence import TableSize
     from tableside.quant.gpu.residence.tables import DeviceTable
 
 
@@ -38,6 +41,17 @@ class Placements:
     def base(self) -> "Placements":
         return self if self._base is None else self._base
 
+    def with_tables(
+        self,
+        on_gpu: "Mapping[str, DeviceTable]",
+        placements: Mapping[str, str] | None = None,
+        **changed: Any,
+    ) -> "Placements":
+        """The same memory with other tables. changed: hbm_bytes, hot, is_counted."""
+        kept = {"hbm_bytes": self.hbm_bytes, "hot": self.hot, "is_counted": self.is_counted}
+        kinds = self.placements if placements is None else placements
+        return Placements(kinds, on_gpu=on_gpu, base=self.base, **(kept | changed))
+
     def take_over(self) -> None:
         """Keeps the replaced version's unchanged cached rows. Call it as requests move to this version: the
         other one must fetch them again."""
@@ -45,3 +59,17 @@ class Placements:
         handovers, base.handovers = base.handovers, []  # they hold the replaced version
         for handover in handovers:
             handover()
+
+
+def size_of(stored: StoredTable) -> "TableSize":
+    """Returns what a plan of the device's memory knows of a table."""
+    from tableside.quant.gpu.residence.residence import TableSize
+
+    size = TableSize(stored.name, stored.rows, stored.row_bytes)
+    if stored.ids is None or (index := stored.ids.index) is None:
+        return size
+    ids, is_in_rows = index.slots * ID_BYTES, index.id_at >= 0
+    # Kept ids may stay in host memory, and times are read by compactions alone
+    apart = (0 if is_in_rows else ids, TIME_BYTES * index.slots if index.has_times else 0)
+    array = sum(-(-part // INDEX_UNIT_BYTES) * INDEX_UNIT_BYTES for part in apart)
+    return size._replace(index_bytes=index.bytes - array, id_bytes=ids, ids_in_rows=is_in_rows)

@@ -15,7 +15,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Planner, Pooling, Precision, RowSource
 from tableside.quant.contract import MatrixPlace
-from tableside.quant.rows.fetched import AskedTable
+from tableside.quant.rows.fetched import asked_table
 from tableside.quant.rows.ids import RowMap
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.model.placements import Placements
@@ -281,7 +281,7 @@ class ServedVersion:
 def end_ids(table: RowSource) -> NDArray[np.int64]:
     """Returns ids of a table's first and last row; one id if all get the default row, none if all are
     refused or asked of other hosts."""
-    if isinstance(table, AskedTable):
+    if asked_table(table) is not None:
         return np.zeros(0, np.int64)
     row_map = RowMap(table.rows) if table.row_map is None else table.row_map
     rows = row_map.count if row_map.index is None else row_map.index.slots

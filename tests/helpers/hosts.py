@@ -59,7 +59,8 @@ def spec_of(
         if owners:
             table["tier"] = "rows://" + ",".join(owners)
     said: dict[str, Any] = {"name": name, "checkpoint": f"{seed}.npz", "features": dict(features or {})}
-    return parse_model({**said, "tables": {**of, "small": {"key": "small"}}}, folder)
+    small = {"key": "small", **(tables or {}).get("small", {})}
+    return parse_model({**said, "tables": {**of, "small": small}}, folder)
 
 
 def load_shares(spec: ModelSpec, roots: Sequence[Path]) -> list[str]:
@@ -76,7 +77,9 @@ def load_door(spec: ModelSpec, root: Path) -> None:
 def engine_of(root: Path, name: str, timeout_s: float = 2.0, **settings: Any) -> Engine:
     """A model in this process, as a worker serves it."""
     said = ServerSettings(disk_timeout_s=timeout_s, **settings)
-    engine = Engine(Model(root, name), said, Placer(said, choose()))
+    placer = Placer(said, choose())
+    placer.open()
+    engine = Engine(Model(root, name), said, placer)
     engine.begin()
     return engine
 

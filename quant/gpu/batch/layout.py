@@ -22,7 +22,17 @@ import numpy as np
 from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.cache.tickets import Unread
-from tableside.quant.contract import Lookup, LookupKind, Plan, Pooling, RowSource, lookup_at, places_in
+from tableside.quant.contract import (
+    FIELD,
+    Lookup,
+    LookupKind,
+    Place,
+    Plan,
+    Pooling,
+    RowSource,
+    lookup_at,
+    places_in,
+)
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, host_table
 from tableside.quant.cpu.checked import inputs_of, rows_of
@@ -148,6 +158,11 @@ class Layouts:
         self.tables = [on_device(kind.table) for kind in kinds]
         self.kinds, self._configs, self._gather_from = tuple(kinds), configs, gather_from
         self._blocks = device.block(PROBE_BLOCK), device.block(RESOLVE_BLOCK)
+        is_host = np.array([not table.residence.is_on_device for table in self.tables], bool)
+        self._is_host, self._host_kind = is_host, is_host.cumsum() - 1
+        pairs = zip(kinds, self.tables, is_host.tolist(), strict=True)
+        host_kinds = [replace(kind, table=table.host) for kind, table, is_one in pairs if is_one]
+        self._host = cpu.planner(host_kinds, threads) if host_kinds else None
         self._is_overlaid = any(table.is_overlaid for table in self.tables)
         self._key = KernelKey()
         for table in self.tables:
@@ -162,6 +177,15 @@ class Layouts:
     def lookups(self, places: Any) -> list[Lookup]:
         """The lookups at these places."""
         return [lookup_at(self.kinds, place) for place in places_in(places)]
+
+    def on_host(self, places: Any) -> tuple[tuple[int, ...], Plan]:
+        """Returns the numbers of the lookups at these places that the CPU runs, and its plan for them."""
+        assert self._host is not None, "a table is the CPU's"
+        every = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
+        numbers = np.flatnonzero(self._is_host[every[:, FIELD["kind"]]])
+        of_host = every[numbers]
+        of_host[:, FIELD["kind"]] = self._host_kind[of_host[:, FIELD["kind"]]]
+        return tuple(numbers.tolist()), self._host.plan(of_host.tobytes())
 
     def lay_out(self, places: Any, out_bytes: int) -> "Layout":
         """Lays out lookups at these places: int64 [lookups, fields of Place]. out_bytes: size of the caller's
@@ -196,12 +220,7 @@ class Layout:
         self.host: Plan | None = None
         self.host_lookups: tuple[int, ...] = ()
         if found["on_host"]:
-            tables, every = layouts.tables, enumerate(places_in(self._places))
-            on_host = {n: place for n, place in every if not tables[place.kind].residence.is_on_device}
-            lookups = self.lookups()
-            self.host_lookups = tuple(on_host)
-            parts = [replace(lookups[n], table=tables[place.kind].host) for n, place in on_host.items()]
-            self.host = layouts.cpu.plan(parts, layouts.threads)
+            self.host_lookups, self.host = layouts.on_host(self._places)
 
     @property
     def _places(self) -> bytes:

@@ -10,7 +10,7 @@ from tableside.quant.gpu.residence.registry import UNPLACED, residence
 from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
 from tableside.quant.row_format import RowFormat, device_row_bytes
-from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.fetched import AskedTable, FetchedTable
 from tableside.quant.rows.ids import RowMap
 
 
@@ -19,7 +19,7 @@ class DeviceTable:
     """A host table with its residence on a device; a `RowSource`. device_map: its row map on the device;
     None: ids are row numbers, or the CPU looks it up."""
 
-    host: Table | FetchedTable
+    host: Table | FetchedTable | AskedTable
     residence: Residence
     key: KernelKey
     device_map: DeviceRowMap | None = None
@@ -71,5 +71,9 @@ def on_device(table: RowSource) -> DeviceTable:
     """The table as a device reads it. A table of the host that was not placed is looked up by the CPU."""
     if isinstance(table, DeviceTable):
         return table
-    host = table if isinstance(table, FetchedTable) else host_table(table)
+    return looked_up_by_cpu(table if isinstance(table, FetchedTable | AskedTable) else host_table(table))
+
+
+def looked_up_by_cpu(host: Table | FetchedTable | AskedTable) -> DeviceTable:
+    """The table, which no device reads."""
     return DeviceTable(host, residence(UNPLACED)(), KernelKey())

@@ -21,6 +21,7 @@ from hosts import (
 )
 from servers import Server
 from support import run_tableside, until
+from tables import serve_device
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
@@ -32,6 +33,7 @@ from tableside.loader.shards.reshard import reshard
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import ServingError
+from tableside.serving.model.engine import Engine
 
 FORMS = [("int8", "zero"), ("fp32", [0.5, -2.0] * 4), ("int4", "zero")]
 
@@ -45,6 +47,23 @@ def test_answers_are_those_of_one_host_in_each_state(
     before, whatever the others have. Owners are merged and compacted meanwhile."""
     hosts = Hosts(owners, tmp_path, count, *form)
     door, whole = engine_of(hosts.door.root, hosts.door.name), engine_of(hosts.whole.root, "whole")
+    _follow_changes(hosts, door, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_of_a_device_are_those_of_one_host_in_each_state(
+    owners: Server, tmp_path: Path, form: tuple[str, object]
+) -> None:
+    """The same, where a device has the tables of this host and the CPU asks for those of the others."""
+    pytest.importorskip("triton")
+    hosts = Hosts(owners, tmp_path, 2, *form)
+    door = engine_of(hosts.door.root, hosts.door.name, devices=(serve_device(),), hbm_budget=1 << 22)
+    _follow_changes(hosts, door, engine_of(hosts.whole.root, "whole"))
+
+
+def _follow_changes(hosts: Hosts, door: Engine, whole: Engine) -> None:
     for number in range(1, 9):
         hosts.number, changes = number, hosts.changes()
         order = [hosts.door, *hosts.owners]

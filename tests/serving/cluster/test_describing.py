@@ -89,7 +89,7 @@ def test_what_needs_all_rows_on_one_host_is_refused(
     owner = serve(roots[0], models=(name,))
     spec = spec_of(tmp_path, owners=[place(owner)])
     load_door(spec, roots[2])
-    with pytest.raises(ServingError, match="the CPU asks for them; leave the devices out"):
+    with pytest.raises(ServingError, match="the CPU asks for them; leave the device out"):
         EmbeddingBags("ads", root=roots[2], device=tables.serve_device())
     with pytest.raises(VersionError, match="reshard the models of their owners, ads-owner-0-of-1"):
         reshard(roots[2], "ads", 2)

@@ -30,6 +30,7 @@ from hosts import (
 from liars import Liar
 from servers import Server
 from support import run_tableside, until
+from tables import serve_device
 
 from tableside.loader.load.load import load
 from tableside.loader.model.model import read_model
@@ -84,17 +85,22 @@ def test_a_replica_answers_for_one_that_is_away(
     assert 'outcome="late"' not in text
 
 
+@pytest.mark.gpu
 @pytest.mark.drawn(0.25)
+@pytest.mark.parametrize("on_device", [False, True])
 def test_rows_of_an_owner_that_is_away_are_late_and_told(
-    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], on_device: bool
 ) -> None:
-    """The other owner's rows are right; once it is back, all are."""
+    """The other owner's rows are right; once it is back, all are. Also of a server with an engine process."""
+    if on_device:
+        pytest.importorskip("triton")
+    devices = ("--devices", serve_device()) if on_device else ()
     arrays = checkpoint(tmp_path)
     names = load_shares(spec_of(tmp_path, owners=["a:1", "b:1"], tables=ZERO, features=UNPOOLED), roots[:2])
     first, second = (serve(root, models=(n,)) for root, n in zip(roots, names, strict=False))
     tier = [place(first), place(second)]
     load_door(spec_of(tmp_path, owners=tier, tables=ZERO, features=UNPOOLED), roots[2])
-    door = serve(roots[2], "--disk-timeout-s", 0.2, models=("ads",))
+    door = serve(roots[2], "--disk-timeout-s", 0.2, *devices, models=("ads",))
     with Client(door.url) as client:
         assert is_right(look_up(client), arrays)
         kill(second)
@@ -273,11 +279,16 @@ def test_a_module_asks_owners_too(roots: list[Path], tmp_path: Path, serve: Call
         module(bags)
 
 
+@pytest.mark.gpu
 @pytest.mark.thorough
+@pytest.mark.parametrize("on_device", [False, True])
 def test_an_evaluation_asks_owners_too(
-    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], on_device: bool
 ) -> None:
     """Its scores are those of one host."""
+    if on_device:
+        pytest.importorskip("triton")
+    devices = ("--devices", serve_device(), "--batch", 100) if on_device else ()
     path, whole = evaluated.write(tmp_path, evaluated.data(300)), evaluated.model(tmp_path, "int8")
     load(read_model(whole), roots[1])
 
@@ -291,7 +302,7 @@ def test_an_evaluation_asks_owners_too(
     scores = []
     for root in roots[1:]:
         out = tmp_path / f"of-{root.name}"
-        done = evaluated.evaluate(root, "ctr", path, "--out", out)
+        done = evaluated.evaluate(root, "ctr", path, "--out", out, *devices)
         assert done.returncode == 0, done.stderr
         scores.append(evaluated.parts(out).column("score_0").to_numpy())
     assert scores[0].size == 300 and np.array_equal(*scores)

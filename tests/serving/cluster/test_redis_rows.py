@@ -32,6 +32,7 @@ from redis_models import (
 from redis_servers import RedisServer, needs_redis
 from servers import Server
 from support import rows_of, run_tableside, until
+from tables import serve_device
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
@@ -69,6 +70,14 @@ def test_answers_are_those_of_a_model_without_a_tier(
     assert 'outcome="came"' in counts and 'outcome="late"' not in counts
     shown = run_tableside("inspect", "ads", "--root", roots[0])
     assert "in Redis" in shown.stdout and shown.returncode == 0
+
+
+@pytest.mark.gpu
+def test_a_device_beside_rows_in_redis(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
+    pytest.importorskip("triton")
+    load_both(tmp_path, roots[0], tier(redis))
+    on_device = {"devices": (serve_device(),), "hbm_budget": 1 << 20}
+    assert look_up(served(roots[0], "ads", **on_device)) == right(roots[0])
 
 
 def test_an_id_without_a_row_is_refused_as_without_a_tier(

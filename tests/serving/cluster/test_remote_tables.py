@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hosts import RAW, USER_ROWS, answer, bags, checkpoint, load_door, load_shares, served, spec_of
+from hosts import RAW, USER_ROWS, answer, bags, checkpoint, load_door, load_shares, place, served, spec_of
 from raw_loads import save_parquet
 from servers import Server
 from string_tables import hashes, texts
 from support import rows_of, until
+from tables import serve_device
 
 from tableside.loader.deltas.changes import TableChanges
 from tableside.loader.deltas.hosts import changes_here
@@ -91,6 +92,42 @@ def test_answers_are_those_of_one_host(
             expected = answer(whole, features, found)
             got = answer(door, features, found)
             assert got == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tables_here", ["some", "none"])
+def test_a_device_beside_tables_of_other_hosts(owners: Server, tmp_path: Path, tables_here: str) -> None:
+    """Rows that the CPU asks for and those of the device's tables are one answer, as on one host."""
+    pytest.importorskip("triton")
+    checkpoint(tmp_path)
+    features = FEATURES if tables_here == "some" else {f: FEATURES[f] for f in ("user", "seen", "item")}
+    more = {} if tables_here == "some" else {"small": {"tier": f"rows://{place(owners)}"}}
+    tables = {"item": {"missing": "zero"}, **more}
+    name = f"m{uuid.uuid4().hex[:8]}"
+    spec = spec_of(tmp_path, name, [place(owners)], tables=tables, features=features)
+    for model in load_shares(spec, [owners.root]):
+        until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what=f"{model} to be served")
+    load_door(spec, tmp_path / "door")
+    load(
+        spec_of(tmp_path, "whole", tables={"item": {"missing": "zero"}}, features=features),
+        tmp_path / "whole",
+    )
+    device = {"devices": (serve_device(),), "hbm_budget": 1 << 20}
+    door, whole = served(tmp_path / "door", name, **device), served(tmp_path / "whole", "whole")
+    assert set(door.placed.placements.values()) == {"remote", *(["hbm"] if tables_here == "some" else [])}
+    asked = {
+        "user": bags([1, 2, 0], [0, 999, 0], np.array([1, -2, 0.5], np.float32)),
+        "seen": [3, 3, 998],
+        "item": bags([3], [RAW[0], 7, RAW[0]]),
+        "small": bags([2, 0, 1], [5, 19, 5]),
+    }
+    asked = {feature: asked[feature] for feature in features}
+    for found in ((), tuple(asked)):
+        expected = answer(whole, asked, found)
+        assert isinstance(expected[0], bytes) and answer(door, asked, found) == expected
+    for wrong in ({"user": bags([1], [1000])}, {"seen": [-1]}):
+        expected = answer(whole, {**asked, **wrong})
+        assert isinstance(expected[1], str) and answer(door, {**asked, **wrong}) == expected
 
 
 def test_a_whole_model_gives_no_rows(owners: Server, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from tableside.quant.gpu.residence import plan
 from tableside.quant.gpu.residence.cached import Cached
 from tableside.quant.gpu.residence.in_hbm import InHbm
 from tableside.quant.gpu.residence.residence import Room, TableSize
-from tableside.serving.model.placement import Placer, size_of
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.placements import size_of
 from tableside.serving.settings import ServerSettings
 from tableside.serving.workers.supervisor import Supervisor
 from tableside.serving.workers.worker import WorkerConfig, WorkerProcess, make_application

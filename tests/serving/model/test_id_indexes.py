@@ -23,7 +23,8 @@ from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import Pooling, QuantError, RowFormat, Table
 from tableside.quant.gpu.residence import plan
 from tableside.serving.errors import ServingError
-from tableside.serving.model.placement import Placer, size_of
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.placements import size_of
 from tableside.serving.settings import ServerSettings
 
 HOME: Any = SimpleNamespace(cache=None)  # a device without a cache
