@@ -161,6 +161,7 @@ class Slices:
         self._taken = 0  # requests of that slice
         self._is_working = False
         self._waiting: deque[Callable[[], None]] = deque()
+        self._behind: deque[Callable[[], None]] = deque()
 
     async def take(self) -> None:
         """Returns in the current slice, or in a later one after sockets were read."""
@@ -171,9 +172,13 @@ class Slices:
         else:
             self._taken += 1
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Calls `work`, which raises nothing, now or in a later slice; never inside other work."""
-        if self._is_working or self._waiting or not self._is_on():
+    def run(self, work: Callable[[], None], is_patient: bool = False) -> None:
+        """Calls `work`, which raises nothing, now or in a later slice; never inside other work. is_patient:
+        behind all others, and one such in each round of the loop."""
+        if is_patient:
+            self._behind.append(work)
+            self._is_on()
+        elif self._is_working or self._waiting or not self._is_on():
             self._waiting.append(work)
         else:
             self._work(work)
@@ -198,7 +203,10 @@ class Slices:
         while self._waiting and count and self._is_on():
             self._work(self._waiting.popleft())
             count -= 1
-        if self._waiting:
+        if self._behind:
+            self._is_on()
+            self._work(self._behind.popleft())
+        if self._waiting or self._behind:
             self._is_on()
 
 
@@ -214,10 +222,10 @@ class Bytes:
 
 class Hold:
     """One request's bytes: its body's and response's, until it is sent. model: that it names, once it was
-    understood."""
+    understood. waits_for_rows: these were not in memory."""
 
     def __init__(self, total: Bytes) -> None:
-        self.model = ""
+        self.model, self.waits_for_rows = "", False
         self._total, self._bytes, self._is_released = total, 0, False
 
     def grow(self, count: int) -> None:

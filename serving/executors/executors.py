@@ -45,12 +45,12 @@ class CpuExecutor:
         if plan.waits:
             inputs = kept(inputs)  # which `begun` may point into
             if request.ids > INLINE_FETCHED and not plan.begins_at_once:
-                return self._later(self._run_fetched(request, inputs))
+                return self._later(self._run_fetched(request, inputs), waits_for_rows=True)
             begun = request.begin(inputs)
             if isinstance(begun, Waiting):
                 if request.scoring is None and not begun.may_be_here:
                     return self._readers.begin(functools.partial(_wait, request, begun, inputs))
-                return self._later(self._run_begun(request, begun, inputs))
+                return self._later(self._run_begun(request, begun, inputs), waits_for_rows=True)
             plan = begun
         scoring = request.scoring
         if self._blocks(request) or (scoring is not None and self._goes_beside(scoring)):
@@ -60,8 +60,8 @@ class CpuExecutor:
             self._score_now(ToScore(scoring, inputs, answer.buffer), time.perf_counter())
         return answer
 
-    def _later(self, coming: Coroutine[Any, Any, Answer]) -> Pending:
-        pending = Pending()
+    def _later(self, coming: Coroutine[Any, Any, Answer], waits_for_rows: bool = False) -> Pending:
+        pending = Pending(waits_for_rows)
         task = asyncio.get_running_loop().create_task(_tell(pending, coming))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -23,9 +23,10 @@ class Pending:
     """A request under way. `then` names who gets its answer or error; or it is awaited. Belongs to one event
     loop."""
 
-    __slots__ = ("_done", "_found", "is_told")
+    __slots__ = ("_done", "_found", "is_told", "waits_for_rows")
 
-    def __init__(self) -> None:
+    def __init__(self, waits_for_rows: bool = False) -> None:
+        self.waits_for_rows = waits_for_rows
         self._done: Done | None = None
         self._found: Found | None = None
         self.is_told = False
@@ -98,7 +99,7 @@ class Readers:
         if self._reading >= MOST_READING:
             raise overloaded(f"{MOST_READING} requests wait for rows, the limit")
         self._reading += 1
-        pending = Pending()
+        pending = Pending(waits_for_rows=True)
 
         def end(found: Any) -> None:
             self._reading -= 1

@@ -27,6 +27,7 @@ class AnsweringProtocol(RefusingProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._door_tasks: set[asyncio.Task[None]] = set()
+        self._is_patient = False  # the last request waited for rows: others go before the next one
 
     def _ask_application(self, request: OpenRequest) -> None:
         url, headers, expects = self.url, self.headers, self.expect_100_continue
@@ -68,7 +69,7 @@ class AnsweringProtocol(RefusingProtocol):
         if request.asked is None:
             super()._start_asgi_task(cycle, functools.partial(request.pass_on, app))
         elif request.is_whole:
-            self.slices.run(functools.partial(self._answer, request, cycle))
+            self.slices.run(functools.partial(self._answer, request, cycle), self._is_patient)
         if not request.is_whole:
             self._expect("the body", self.limits.body_timeout_s)
 
@@ -77,6 +78,7 @@ class AnsweringProtocol(RefusingProtocol):
             body, request.body = request.body, b""
             send = functools.partial(self._send, cycle)
             self.door.answer(request.asked, body, request.hold, send, self.client and self.client[0])
+            self._is_patient = request.hold.waits_for_rows
 
     def _send(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
         """Sends the door's answer once the client has read enough of earlier answers."""

@@ -207,7 +207,7 @@ class _LimitedProtocol(ParsingProtocol):
         self._traffic.began()
         self.cycle = cycle = cast(RequestResponseCycle, DoorCycle(keep_alive=True))
         cycle.more_body = False
-        self.slices.run(functools.partial(self._answer, request, cycle))
+        self.slices.run(functools.partial(self._answer, request, cycle), self._is_patient)
         if request.body is body:  # it waits for a slice, and what comes next is read into the same buffer
             request.body = bytes(body)
         return True

@@ -197,7 +197,7 @@ class ParsingProtocol(AnsweringProtocol):
         if self._open and (request := self._open[-1]).asked is not None:
             request.body, self.cycle.more_body = body, False
             if request.is_started:
-                self.slices.run(functools.partial(self._answer, request, self.cycle))
+                self.slices.run(functools.partial(self._answer, request, self.cycle), self._is_patient)
             return
         if self.cycle.response_complete:
             return

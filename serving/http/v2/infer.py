@@ -92,6 +92,7 @@ class V2:
         if not infer.is_inline:
             return self._write(*came, begun)
         if isinstance(begun, Pending):
+            hold.waits_for_rows = begun.waits_for_rows
             begun.then(functools.partial(later, functools.partial(self._encode, *came)))
             return None
         return self._encode(*came, begun)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import socket
@@ -225,6 +226,25 @@ def test_the_sockets_are_read_between_two_slices() -> None:
         await asyncio.gather(health(), *(request(n) for n in range(8)))
         assert seen == list(range(8))
         assert max(np.diff(seen_before)) == 1
+
+    run(test())
+
+
+def test_patient_requests_are_behind_all_others() -> None:
+    """One runs in each round of the loop, and what came meanwhile goes before the next one."""
+
+    async def test() -> None:
+        slices, seen = Slices(), list[str]()
+        for n in range(3):
+            slices.run(functools.partial(seen.append, f"patient {n}"), True)
+        slices.run(functools.partial(seen.append, "other 0"))
+        assert seen == ["other 0"]
+        for n in range(1, 4):
+            await asyncio.sleep(0)
+            slices.run(functools.partial(seen.append, f"other {n}"))
+        while len(seen) < 7:
+            await asyncio.sleep(0)
+        assert seen == [f"{who} {n}" for n in range(3) for who in ("other", "patient")] + ["other 3"]
 
     run(test())
 

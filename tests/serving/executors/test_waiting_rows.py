@@ -1,6 +1,7 @@
 """Requests whose rows are not in memory: nobody waits for those of another request."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -21,12 +22,15 @@ from tableside.quant.contract import Waiting
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors import pending
+from tableside.serving.executors.admission import Bytes, Hold
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.executors.executors import INLINE_FETCHED, INLINE_IDS, CpuExecutor
 from tableside.serving.executors.pending import READERS, Pending, Readers, answer_of
+from tableside.serving.http.v2.infer import V2, InferTarget
 from tableside.serving.model.placements import Placements
 from tableside.serving.model.request import Answer, FeatureInput
 from tableside.serving.model.version import ServedVersion
+from tableside.serving.settings import ServerSettings
 
 
 @pytest.fixture(autouse=True)
@@ -71,17 +75,40 @@ def test_a_request_that_waits_for_rows_has_a_thread_of_its_own(root: Path, tmp_p
         buffer = bytearray(inputs)
         begun = executor.begin(request, memoryview(buffer))
         buffer[:] = bytes(len(buffer))  # the next request lies there
-        assert isinstance(begun, Pending)
+        assert isinstance(begun, Pending) and begun.waits_for_rows
         asked = asyncio.ensure_future(answer_of(begun))
         plain, given, wanted = scored(version, 5)
         answer = executor.begin(plain, given)
         assert isinstance(answer, Answer) and not asked.done()
         np.testing.assert_allclose(plain.outputs[-1].view(answer.buffer), wanted, rtol=1e-4)
         many = version.lay_out([FeatureInput("user", 0, INLINE_IDS + 1, 1, INLINE_IDS + 1)])
-        await answer_of(executor.begin(many, bytes(8 * many.ids)))
+        large = executor.begin(many, bytes(8 * many.ids))
+        assert isinstance(large, Pending) and not large.waits_for_rows
+        await answer_of(large)
         assert not asked.done()
         source.is_open.set()
         np.testing.assert_allclose(request.outputs[-1].view((await asked).buffer), expected, rtol=1e-4)
+
+    run_held_up(fetched["user"], run)
+
+
+def test_a_request_that_waits_for_rows_says_so_to_its_connection(root: Path, tmp_path: Path) -> None:
+    """Which is patient then (test_heads.py)."""
+    version, _ = attach(root, tmp_path, None)
+    late, fetched = over_fetched_rows(version)
+    head = {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 2], "data": [0, 1]}]}
+    body = json.dumps(head | {"outputs": [{"name": "user", "parameters": {"binary_data": True}}]}).encode()
+
+    async def run(executor: CpuExecutor) -> None:
+        service: Any = SimpleNamespace(settings=ServerSettings(), executor=executor, regions=None)
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        for served, waits in ((version, False), (late, True)):
+            service.live, hold = lambda name, served=served: served, Hold(Bytes(1 << 20))
+            asked = InferTarget("demo", None)
+            found = V2(service).infer_soon(asked, body, hold, lambda _, came: answered.set_result(came))
+            assert (found is None) == hold.waits_for_rows == waits
+        source_of(fetched["user"]).is_open.set()
+        assert isinstance(await answered, Answer)
 
     run_held_up(fetched["user"], run)
 

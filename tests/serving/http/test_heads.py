@@ -221,7 +221,7 @@ def test_a_known_request_that_waits_for_a_slice_keeps_its_body(
         async with talk() as one:
             await one.send(request(b"body 0"))
             assert await one.answer() == b"body 0" and len(parsed) == 1
-            monkeypatch.setattr(Slices, "run", lambda self, work: waiting.append(work))
+            monkeypatch.setattr(Slices, "run", lambda self, work, is_patient=False: waiting.append(work))
             await one.send(request(b"body 1"))
             while not waiting:
                 await asyncio.sleep(0)
@@ -232,6 +232,31 @@ def test_a_known_request_that_waits_for_a_slice_keeps_its_body(
             assert await one.answer() == b"body 1"
 
     run(test())
+
+
+def test_a_connection_whose_request_waited_for_rows_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next request, until one waits for none. Heads that are known, and those that are not."""
+    found: list[bool] = []
+    run_now = Slices.run
+
+    def note(self: Slices, work: Callable[[], None], is_patient: bool = False) -> None:
+        found.append(is_patient)
+        run_now(self, work)
+
+    class Reading(Echo):
+        def answer(self, asked: Any, body: bytes | memoryview, hold: Any, send: Any, host: Any) -> None:
+            hold.waits_for_rows = bytes(body) == b"waits"
+            super().answer(asked, body, hold, send, host)
+
+    async def test() -> None:
+        async with talk(door=Reading()) as one:
+            for body in (b"quick", b"waits", b"waits", b"quick", b"quick"):
+                await one.send(request(body))
+                assert await one.answer() == body
+
+    monkeypatch.setattr(Slices, "run", note)
+    run(test())
+    assert found == [False, False, True, True, False]
 
 
 class Late(Echo):
