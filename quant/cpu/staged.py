@@ -56,11 +56,10 @@ class StagedPlanner(Planner):
 
 
 class _StagedPlan(Plan):
-    waits = True
-
     def __init__(self, planner: StagedPlanner, places: Any) -> None:
         self._planner, self._places = planner, places
         self._asked = [(planner.kinds[place.kind], place) for place in places_in(places)]
+        self.waits = any(isinstance(kind.table, FetchedTable) for kind, _ in self._asked)
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         self._note(inputs)

@@ -126,10 +126,11 @@ class _Form:
 
 
 class _TogetherPlan(Plan):
-    waits = begins_at_once = True
-
     def __init__(self, planner: TogetherPlanner, form: _Form) -> None:
         self.planner, self.form = planner, form
+        rest, asks = form.rest_plan, bool(form.jobs.size)
+        self.waits = asks or (rest is not None and rest.waits)
+        self.begins_at_once = asks or (rest is not None and rest.begins_at_once)
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         if not self.form.jobs.size and self.form.rest_plan is not None:
@@ -162,7 +163,7 @@ class _TogetherPlan(Plan):
         raise error
 
 
-def renumbered(error: BadIds, jobs: Ids) -> BadIds:
+def renumbered(error: BadIds, jobs: Ids | Sequence[int]) -> BadIds:
     """The error of a lookup among others. jobs: the number of each in the whole plan."""
     return BadIds(error.problem, int(jobs[error.job]), error.position, error.value, error.bound)
 

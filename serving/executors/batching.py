@@ -134,7 +134,7 @@ class Batcher:
         try:
             if self._reading >= self._max_waiting:
                 raise overloaded(f"{self._max_waiting} requests wait for rows, the limit (max_waiting)")
-            if w.request.ids > INLINE_FETCHED:
+            if w.request.ids > INLINE_FETCHED and not w.plan.begins_at_once:
                 self._later(w, self._run_beside(partial(w.request.begin, w.inputs)))
                 return False
             return self._takes(w, w.request.begin(w.inputs))

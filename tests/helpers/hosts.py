@@ -1,6 +1,6 @@
 """One model on several hosts, which are servers of this machine with roots of their own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.model.specs import ModelSpec
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
+from tableside.quant.contract import Waiting
 from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.errors import ApiError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
-from tableside.serving.model.request import FeatureInput
+from tableside.serving.model.request import Answer, FeatureInput, Request
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
 
@@ -96,6 +97,25 @@ def bags(lengths: Sequence[int], ids: np.ndarray, weights: np.ndarray | None = N
 def answer(version: ServedVersion, features: Mapping[str, Any], found: Sequence[str] = ()) -> Any:
     """What a request gets for features -> `bags` or, unpooled, ids: all outputs' bytes, and how many ids came
     without a row, by lookup; or its refusal."""
+    return _of_plan(version, features, found, lambda request, body: request.look_up(body))
+
+
+def begun(version: ServedVersion, features: Mapping[str, Any]) -> Any:
+    """The same, where rows are waited for before the lookup."""
+
+    def look_up(request: Request, body: bytes) -> Answer:
+        plan = request.begin(body)
+        return request.look_up(body, request.wait(plan) if isinstance(plan, Waiting) else plan)
+
+    return _of_plan(version, features, (), look_up)
+
+
+def _of_plan(
+    version: ServedVersion,
+    features: Mapping[str, Any],
+    found: Sequence[str],
+    look_up: Callable[[Request, bytes], Answer],
+) -> Any:
     inputs, body = [], b""
     for name, given in features.items():
         lengths, ids, weights = (
@@ -111,7 +131,7 @@ def answer(version: ServedVersion, features: Mapping[str, Any], found: Sequence[
             body += weights.tobytes()
         inputs.append(FeatureInput(name, at, ids.size, **more))
     try:
-        got = version.lay_out(inputs, found=found).look_up(body)
+        got = look_up(version.lay_out(inputs, found=found), body)
     except ApiError as error:
         return error.kind, error.message
     return bytes(got.buffer), [tuple(one) for one in got.unfound or ()]

@@ -17,7 +17,7 @@ from tableside.quant.contract import Unfound
 from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.device.locked_memory import LockedMemory
-from tableside.quant.errors import BadIds, Problem, Refused
+from tableside.quant.errors import BadIds, Problem, Refused, RowsNotRead
 from tableside.quant.gpu.batch.buffers import Buffer, Buffers
 from tableside.quant.gpu.batch.clock import Clock
 from tableside.quant.gpu.batch.elsewhere import (
@@ -99,6 +99,7 @@ class DeviceBatch:
         self._on_host: list[Sequence[Unfound] | None] = [None] * len(layouts)
         self._answers: list[Buffer | None] = [None] * len(layouts)
         self._failed = [False] * len(layouts)
+        self._refused: dict[int, BadIds | RowsNotRead] = {}  # requests, by the CPU's lookups
 
     @property
     def counts(self) -> torch.Tensor:
@@ -202,8 +203,9 @@ class DeviceBatch:
         if layout.host is not None:
             try:
                 self._on_host[n] = layout.host.run(self._inputs[n], self._answers[n])
-            except BadIds:
-                self._failed[n] = True
+            except (BadIds, RowsNotRead) as error:
+                self._failed[n] = isinstance(error, BadIds)
+                self._refused[n] = error.with_traceback(None)
 
     def results(self) -> list[LookupResult | Refused]:
         """Returns each request's result once the device is done. Outputs that stay on the device have an
@@ -215,7 +217,7 @@ class DeviceBatch:
         return [
             self._problem(n)
             if failed or is_flagged
-            else self._unread(n) or LookupResult(self._answer(n), unfound[n])
+            else self._refused.get(n) or self._unread(n) or LookupResult(self._answer(n), unfound[n])
             for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
         ]
 
@@ -240,7 +242,9 @@ class DeviceBatch:
             return BadIds(Problem.CHANGED, 0, 0, 0, 0)
 
     def _problem(self, n: int) -> BadIds:
-        problem = self._layouts[n].problem(self._whole_inputs(n))
+        refused = self._refused.get(n)
+        of_host = refused if isinstance(refused, BadIds) else None
+        problem = self._layouts[n].problem(self._whole_inputs(n), of_host)
         if problem is None and n in self._elsewhere:
             return BadIds(Problem.CHANGED, 0, 0, 0, 0)
         if problem is None:

@@ -35,8 +35,9 @@ from tableside.quant.contract import (
 )
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, host_table
-from tableside.quant.cpu.checked import inputs_of, rows_of
+from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
 from tableside.quant.cpu.native import gather
+from tableside.quant.cpu.together import renumbered
 from tableside.quant.device.device import Device
 from tableside.quant.errors import BadIds, MissingBackend, QuantError, RowsNotRead
 from tableside.quant.gpu.batch.moves import Move
@@ -46,7 +47,7 @@ from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.tables import DeviceTable, on_device
 from tableside.quant.row_format import RowFormat
-from tableside.quant.rows.fetched import not_read
+from tableside.quant.rows.fetched import asked_table, not_read
 
 GATHER_CHUNK = 65_536  # rows that are gathered before their copy to the device begins
 GATHER_LEAST = 1_024  # rows that are worth waking a thread for
@@ -154,7 +155,7 @@ class Layouts:
             raise MissingBackend(
                 "the native kernel was built from other sources than these; reinstall tableside"
             )
-        self.cpu, self.threads = cpu, threads
+        self.threads = threads
         self.tables = [on_device(kind.table) for kind in kinds]
         self.kinds, self._configs, self._gather_from = tuple(kinds), configs, gather_from
         self._blocks = device.block(PROBE_BLOCK), device.block(RESOLVE_BLOCK)
@@ -276,12 +277,19 @@ class Layout:
         every = (p for p in places if (t := tables[p.kind]).device_map is None and t.residence.is_on_device)
         return tuple((p.found_at, p.ids) for p in every if p.found_at >= 0)
 
-    def problem(self, inputs: Any) -> BadIds | None:
-        """The first id or length that is wrong; None: all are right."""
+    def problem(self, inputs: Any, of_host: BadIds | None = None) -> BadIds | None:
+        """The first id or length that is wrong; None: all are right. of_host: that of the CPU's plan."""
+        known = None if of_host is None else renumbered(of_host, self.host_lookups)
         for number, place in enumerate(places_in(self._places)):
             kind = self._layouts.kinds[place.kind]
+            ids, lengths = inputs_of(kind, place, inputs)
+            if known is not None and number == known.job:
+                return known
             try:
-                rows_of(kind.table, *inputs_of(kind, place, inputs), number)
+                if asked_table(kind.table) is None:
+                    rows_of(kind.table, ids, lengths, number)
+                else:  # whoever has the rows knows which there are
+                    check_ids(ids, lengths, -1, number)
             except BadIds as error:
                 return error.with_traceback(
                     None

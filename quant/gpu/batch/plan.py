@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tableside.quant.contract import Plan, Planner, Unfound, Waiting
-from tableside.quant.errors import BadIds, Problem, Refused
+from tableside.quant.errors import BadIds, Refused
 from tableside.quant.gpu.batch.layout import Layout, Layouts
 from tableside.quant.gpu.batch.placed import Launches, launches_on_device
 
@@ -22,7 +22,9 @@ class GpuPlan(Plan):
     def __init__(self, batches: "Batches", layout: Layout) -> None:
         self.batches, self.layout = batches, layout
         self.staged_bytes, self.is_on_device = layout.staged_bytes, layout.host is None
-        self.waits = layout.host is not None and layout.host.waits
+        host = layout.host
+        self.waits = host is not None and host.waits
+        self.begins_at_once = host is not None and host.begins_at_once
         self._runs = 0
         self._on_device: tuple[torch.Tensor, Launches] | None = None
 
@@ -39,8 +41,8 @@ class GpuPlan(Plan):
         """An error of the CPU's lookups becomes that of the request's first lookup that is wrong."""
         try:
             yield
-        except BadIds:
-            raise (self.layout.problem(inputs) or BadIds(Problem.CHANGED, 0, 0, 0, 0)) from None
+        except BadIds as error:
+            raise (self.layout.problem(inputs, error) or error) from None
 
     def with_host(self, host: Plan) -> "GpuPlan":
         """The same with another plan of the CPU's lookups."""

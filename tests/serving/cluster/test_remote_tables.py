@@ -11,7 +11,19 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hosts import RAW, USER_ROWS, answer, bags, checkpoint, load_door, load_shares, place, served, spec_of
+from hosts import (
+    RAW,
+    USER_ROWS,
+    answer,
+    bags,
+    begun,
+    checkpoint,
+    load_door,
+    load_shares,
+    place,
+    served,
+    spec_of,
+)
 from raw_loads import save_parquet
 from servers import Server
 from string_tables import hashes, texts
@@ -28,6 +40,7 @@ from tableside.loader.segment.header import Header
 from tableside.loader.segment.remote import HostsState
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.http.v2.rows import OwnedRows
+from tableside.serving.model.request import FeatureInput
 
 pytestmark = pytest.mark.quick
 
@@ -95,21 +108,24 @@ def test_answers_are_those_of_one_host(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tables_here", ["some", "none"])
-def test_a_device_beside_tables_of_other_hosts(owners: Server, tmp_path: Path, tables_here: str) -> None:
-    """Rows that the CPU asks for and those of the device's tables are one answer, as on one host."""
+@pytest.mark.parametrize(("tables_here", "policy"), [("some", "zero"), ("none", "zero"), ("some", "error")])
+def test_a_device_beside_tables_of_other_hosts(
+    owners: Server, tmp_path: Path, tables_here: str, policy: str
+) -> None:
+    """Rows that the CPU asks for and those of the device's tables are one answer, as on one host, and so is
+    an error, wherever the lookup that is wrong stands."""
     pytest.importorskip("triton")
     checkpoint(tmp_path)
     features = FEATURES if tables_here == "some" else {f: FEATURES[f] for f in ("user", "seen", "item")}
     more = {} if tables_here == "some" else {"small": {"tier": f"rows://{place(owners)}"}}
-    tables = {"item": {"missing": "zero"}, **more}
+    tables = {"item": {"missing": policy}, **more}
     name = f"m{uuid.uuid4().hex[:8]}"
     spec = spec_of(tmp_path, name, [place(owners)], tables=tables, features=features)
     for model in load_shares(spec, [owners.root]):
         until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what=f"{model} to be served")
     load_door(spec, tmp_path / "door")
     load(
-        spec_of(tmp_path, "whole", tables={"item": {"missing": "zero"}}, features=features),
+        spec_of(tmp_path, "whole", tables={"item": {"missing": policy}}, features=features),
         tmp_path / "whole",
     )
     device = {"devices": (serve_device(),), "hbm_budget": 1 << 20}
@@ -118,16 +134,21 @@ def test_a_device_beside_tables_of_other_hosts(owners: Server, tmp_path: Path, t
     asked = {
         "user": bags([1, 2, 0], [0, 999, 0], np.array([1, -2, 0.5], np.float32)),
         "seen": [3, 3, 998],
-        "item": bags([3], [RAW[0], 7, RAW[0]]),
+        "item": bags([3], [RAW[0], 7 if policy == "zero" else RAW[1], RAW[0]]),
         "small": bags([2, 0, 1], [5, 19, 5]),
     }
     asked = {feature: asked[feature] for feature in features}
     for found in ((), tuple(asked)):
         expected = answer(whole, asked, found)
         assert isinstance(expected[0], bytes) and answer(door, asked, found) == expected
-    for wrong in ({"user": bags([1], [1000])}, {"seen": [-1]}):
-        expected = answer(whole, {**asked, **wrong})
-        assert isinstance(expected[1], str) and answer(door, {**asked, **wrong}) == expected
+    unknown = {"item": bags([2], [RAW[0], 7])} if policy == "error" else {}
+    small = {"small": bags([1], [20])} if tables_here == "some" else {}
+    for wrong in ({"user": bags([1], [1000])}, {"seen": [-1]}, unknown, small):
+        for order in (list(asked), list(asked)[::-1]):
+            wanted = {feature: {**asked, **wrong}[feature] for feature in order}
+            expected = answer(whole, wanted)
+            assert isinstance(expected[1], str) == bool(wrong) and answer(door, wanted) == expected
+            assert begun(door, wanted) == begun(whole, wanted) == expected
 
 
 def test_a_whole_model_gives_no_rows(owners: Server, tmp_path: Path) -> None:
@@ -201,6 +222,27 @@ def _share(owners: Server, folder: Path) -> str:
         load_shares(spec_of(folder, name, ["a:1"]), [owners.root])
         until(lambda: owners.get(f"/v2/rows/{name}-owner-0-of-1").status_code == 200, what="it to be served")
     return f"{name}-owner-0-of-1"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_request_for_tables_of_this_host_waits_for_nobody(
+    owners: Server, tmp_path: Path, on_device: bool
+) -> None:
+    """Beside tables that are asked for; with a device, where the CPU looks up those of this host, too."""
+    checkpoint(tmp_path)
+    name = f"m{uuid.uuid4().hex[:8]}"
+    spec = spec_of(tmp_path, name, [place(owners)], features=FEATURES)
+    for model in load_shares(spec, [owners.root]):
+        until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what=f"{model} to be served")
+    load_door(spec, tmp_path / "door")
+    if on_device:
+        pytest.importorskip("triton")
+    device = {"devices": (serve_device(),), "placement": "host"} if on_device else {}
+    door = served(tmp_path / "door", name, **device)
+    plans = {f: door.lay_out([FeatureInput(f, 0, 1, 1, 1)]).plan for f in ("small", "user")}
+    assert [(p.waits, p.begins_at_once) for p in plans.values()] == [(False, False), (True, True)]
+    assert answer(door, {"small": bags([1], [3])})[1] == []
 
 
 @pytest.mark.drawn(1)
