@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from tableside.quant.errors import Refused
+from tableside.quant import Plan
+from tableside.quant.contract import Waiting
+from tableside.quant.errors import BadIds, Refused, RowsNotRead
 from tableside.quant.gpu.batch.follower import Follower, FollowerInputs
 from tableside.serving.evaluation.batches import (
     SCORING,
@@ -114,7 +116,7 @@ class DeviceScoring:
         scores = DeviceScores(here, self._stage, None)
         follower: Follower = _WhileAway(self._gpu, scores) if self._stashes else scores
         begun = self._gpu.batches.begin(
-            [(request.plan, inputs) for request, inputs in requests], follower=follower, launches=False
+            [(_begun(*one), one[1]) for one in requests], follower=follower, launches=False
         )
         return BegunGroup(group, requests, frozenset(here), scores, begun)
 
@@ -138,6 +140,16 @@ class DeviceScoring:
             else:
                 answers.append(on_host(request, inputs, answer))
         return answers
+
+
+def _begun(request: Request, inputs: Any) -> Plan:
+    """Returns the request's plan with the rows that it waits for, before it has the device. One that is
+    refused is so again, and told, where it runs."""
+    try:
+        begun = request.plan.begin(inputs)
+        return begun.wait() if isinstance(begun, Waiting) else begun
+    except (BadIds, RowsNotRead):
+        return request.plan
 
 
 class _WhileAway:

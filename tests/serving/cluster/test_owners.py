@@ -298,7 +298,7 @@ def test_an_evaluation_asks_owners_too(
         return read_model(tmp_path / "remote.toml")
 
     (name,) = load_shares(spec("a:1"), roots[:1])
-    load_door(spec(place(serve(roots[0], models=(name,)))), roots[2])
+    load_door(spec(place(owner := serve(roots[0], models=(name,)))), roots[2])
     scores = []
     for root in roots[1:]:
         out = tmp_path / f"of-{root.name}"
@@ -306,6 +306,10 @@ def test_an_evaluation_asks_owners_too(
         assert done.returncode == 0, done.stderr
         scores.append(evaluated.parts(out).column("score_0").to_numpy())
     assert scores[0].size == 300 and np.array_equal(*scores)
+    kill(owner)
+    done = evaluated.evaluate(roots[2], "ctr", path, "--out", tmp_path / "late", *devices)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert str(path) in done.stderr and "model 'ctr': of" in done.stderr and "came too late" in done.stderr
 
 
 @pytest.mark.drawn(0.25)
