@@ -46,6 +46,7 @@ class _Part(NamedTuple):
     place: memoryview | None
 
 
+_Fetch = Callable[[RowsAsked, float | None], object]
 _Count = Callable[[str, Iterable[tuple[str, int]]], object]  # is told what became of rows, how many by table
 
 
@@ -53,13 +54,17 @@ def remote_sources(segment: Segment, settings: ServerSettings, count: _Count) ->
     """Returns the remote tables of a state by name. SegmentError: as of `RemoteTables`. MissingBackend: the
     client of Redis is not installed."""
     tables, timeout_s = segment.header.remote, segment.header.row_timeout_s(settings.disk_timeout_s)
-    fetch: Callable[[RowsAsked, float | None], object]
     if segment.header.owned:
-        fetch = RemoteTables(segment, settings, count).fetch
-    else:
-        from tableside.loader.redis.reader import RedisRows  # which needs the client
+        return described_sources(segment, settings, RemoteTables(segment, settings, count).fetch)
+    from tableside.loader.redis.reader import RedisRows  # which needs the client
 
-        fetch = RedisRows(tables, segment.path.parent, timeout_s, count).fetch
+    fetch = RedisRows(tables, segment.path.parent, timeout_s, count).fetch
+    return described_sources(segment, settings, fetch)
+
+
+def described_sources(segment: Segment, settings: ServerSettings, fetch: _Fetch) -> dict[str, AskedTable]:
+    """Returns the remote tables of a state by name, whose rows `fetch` brings."""
+    tables, timeout_s = segment.header.remote, segment.header.row_timeout_s(settings.disk_timeout_s)
     owners = _owners_of(tables)
     return {t.name: _source(t, owners, fetch, timeout_s, settings.disk_late == "default") for t in tables}
 

@@ -11,9 +11,10 @@ from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import Backend, CpuBackend, Planner, Precision, QuantError
 from tableside.quant.gpu.residence.registry import read_from_disk
+from tableside.serving.cluster.owners import described_sources
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
-from tableside.serving.errors import ApiError, ErrorKind
+from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.model.engine import CacheState, Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.placements import Placements
@@ -44,6 +45,10 @@ class _EngineScorer(Scorer):
         self.precision = Precision[told["dtype"].upper()]
 
 
+def _not_here(*_: object) -> None:
+    raise ServingError("rows of other hosts are asked for by the engine process, not by a door")
+
+
 class EngineVersion(ServedVersion):
     def _device_planner(self) -> Planner:
         return DescribingPlanner(model_key(self.header.model), self.state.number, self.layout)
@@ -53,8 +58,7 @@ class DoorEngine(Engine):
     """A model's versions as the engine process serves them."""
 
     def __init__(self, link: EngineLink, model: Model, backend: CpuBackend, settings: ServerSettings) -> None:
-        self._remote = (placer := Placer(settings, backend)).remote
-        super().__init__(model, settings, placer)
+        super().__init__(model, settings, Placer(settings, backend))
         self._link = link
         self._beside = Beside(backend, settings.gpu_from_ids) if settings.gpu_from_ids else None
 
@@ -80,7 +84,7 @@ class DoorEngine(Engine):
         segment = attach_state(
             self.model, State.numbered(number), "header", None if before is None else before.segment
         )
-        stored, remote = segment.header.scorer, self._remote(segment)
+        stored, remote = segment.header.scorer, described_sources(segment, self._settings, _not_here)
         return EngineVersion(
             segment,
             _EngineBackend(told["backend"]),
@@ -97,6 +101,13 @@ class DoorEngine(Engine):
             beside=None if remote or read_from_disk(placed) else self._beside,
             names=before.names if before is not None and segment.base is before.segment.base else None,
         )
+
+    def agreed(self, wanted: State, lacks_none: bool = False) -> State:
+        """The engine process has agreed with the owners of remote tables."""
+        return wanted
+
+    def shall_hold(self) -> bool:
+        return False
 
     def is_passing(self, state: State, error: Exception) -> bool:
         """Like any engine. An engine process may not know its predecessor's states."""
