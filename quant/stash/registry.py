@@ -76,10 +76,13 @@ class StashRegistry:
             for w in weights:
                 w.host = self.host_copy(w)
         except StashError:
-            for w in new:
-                w.host = None
-                self._host_copies.pop(w.tensor, None)  # type: ignore[no-untyped-call]
+            self.drop_host_copies(new)
             raise
+
+    def drop_host_copies(self, weights: list[Weights]) -> None:
+        for w in weights:
+            w.host = None
+            self._host_copies.pop(w.tensor, None)  # type: ignore[no-untyped-call]
 
     def host_copy(self, weights: Weights) -> torch.Tensor:
         """Returns the page-locked copy of weights, uint8 [bytes], the same each time. StashError: no host

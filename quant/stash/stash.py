@@ -282,6 +282,12 @@ class Restore:
         self._hooks.clear()
         self._guards.clear()
 
+    def let_go(self) -> None:
+        """Brings the weights back, and drops their hooks, guards and host copies. As `remove_hooks`."""
+        self()
+        self.remove_hooks()
+        registry.drop_host_copies(self._weights)
+
     @contextmanager
     def _copying(self, direction: str, nbytes: int, stream: "torch.cuda.Stream | None") -> Iterator[Transfer]:
         """Copies on a stream, after the current stream's work. A stream of None: on the host."""

@@ -6,6 +6,7 @@ DistributedModelParallel or a pipeline weights leave right after the lookup; a h
 them. The first steps free at once and restore on demand, while they are timed. Then `points` chooses the
 layers of the dense part at which to free and to start restoring."""
 
+import operator
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,10 +94,11 @@ class TrainingStash:
             reverse=True,
         )
         self._total = sum(size for size, _ in self._sizes)
-        self._bytes = self._most_of_each(most_bytes if isinstance(most_bytes, int) else self._total)
+        limit = self._total if most_bytes is None or self._is_auto else _bytes_of(most_bytes)
+        self._bytes = self._most_of_each(limit)
         if self.lookups and not any(self._bytes.values()):
             raise StashError(
-                f"no weights of {most_bytes:,} bytes or less; the smallest are {self._sizes[-1][0]:,}; raise "
+                f"no weights of {limit:,} bytes or less; the smallest are {self._sizes[-1][0]:,}; raise "
                 "most_bytes"
             )
         self._hooks: list[Any] = [
@@ -114,7 +116,7 @@ class TrainingStash:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for restore in self._step.restores:
+        for restore in self._before.restores + self._step.restores:
             restore()
             restore.remove_hooks()
 
@@ -212,7 +214,18 @@ class TrainingStash:
             self._watched.clear()
             if self._is_auto:
                 self._bytes = self._most_of_each(int(self.points.share * self._total))
+                for restore in self._step.restores:  # of lookups that stash no more, too
+                    restore.let_go()
         self._step, self._before, self._now = _WatchedStep(), self._step, ""
+
+
+def _bytes_of(limit: Any) -> int:
+    """StashError: it is no number of bytes."""
+    try:
+        return operator.index(int(limit) if isinstance(limit, float) else limit)
+    except (TypeError, ValueError, OverflowError) as error:
+        what = f'most_bytes is {limit!r}; expected a number of bytes, None or "auto"'
+        raise StashError(what) from error
 
 
 class StepTimes(NamedTuple):

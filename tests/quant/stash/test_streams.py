@@ -179,6 +179,31 @@ def test_weights_come_back_after_the_work_before(stashed: Stashed) -> None:
     assert torch.equal(stashed.weight.cpu(), stashed.before)
 
 
+def test_weights_come_back_on_a_stream_of_their_own(stashed: Stashed) -> None:
+    """While the copies out of others are held, and not before the copy out of the same weights."""
+    back = torch.cuda.Stream(tables.DEVICE)
+    restore = stash_embedding_weights(stashed.module, stashed.side, back_stream=back, frees=False)
+    torch.cuda.synchronize()
+    restore.free()
+    with gate() as closed:
+        closed.hold(stashed.side)  # as another lookup's copy out
+        restore()
+        assert not is_held(back) and not is_held(stashed.main)
+        closed.open()
+    torch.cuda.synchronize()
+    assert torch.equal(stashed.weight.cpu(), stashed.before)
+    with gate() as closed:
+        closed.hold(stashed.side)
+        restore = stash_embedding_weights(stashed.module, stashed.side, back_stream=back, frees=False)
+        restore.free()
+        restore.start()
+        assert is_held(back), "the copy back does not wait for the copy out"
+        closed.open()
+    restore()
+    torch.cuda.synchronize()
+    assert torch.equal(stashed.weight.cpu(), stashed.before)
+
+
 def test_a_transfer_that_is_held_is_an_error_after_its_time(stashed: Stashed) -> None:
     """Out and back; what the main stream waited for the weights is counted when the wait is over, and not
     before."""

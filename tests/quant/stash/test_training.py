@@ -3,6 +3,7 @@ nothing left behind."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tables
 import torch
@@ -78,6 +79,10 @@ def test_the_largest_weights_that_fit_are_stashed() -> None:
     losses, model, stashing, away = train(True, most_bytes=2 * ROWS * DIM * 4 - 1)
     assert losses == wanted and away == [1] * 6 and stashing is not None
     stashing.remove()
+    for limit in ("3200", [1], float("nan")):
+        with pytest.raises(StashError, match='expected a number of bytes, None or "auto"'):
+            TrainingStash(model, most_bytes=limit)  # type: ignore[arg-type]
+    TrainingStash(model, most_bytes=np.int64(1 << 20)).remove()
     said = f"no weights of 31,999 bytes or less; the smallest are {ROWS * DIM * 4:,}; raise most_bytes"
     with pytest.raises(StashError, match=said):
         TrainingStash(model, most_bytes=ROWS * DIM * 4 - 1)
@@ -89,9 +94,14 @@ def test_auto_takes_what_the_layers_hide(monkeypatch: pytest.MonkeyPatch, share:
     wanted, _, _, _ = train(False)
     found = StashPoints(2, 0, 0.0, 0.0, "", share)
     monkeypatch.setattr("tableside.quant.stash.training._points_of", lambda _: found)
-    losses, _, stashing, away = train(True, most_bytes="auto")
+    registry.close()  # other tests' copies
+    losses, model, stashing, away = train(True, most_bytes="auto")
     assert losses == wanted and away == [2] * 3 + [taken] * 3 and stashing is not None
+    assert registry.counts().host_bytes == taken * ROWS * DIM * 4
     stashing.remove()
+    for module in (model.bag, model.sequence):  # nothing is left of lookups that stash no more, either
+        assert not module._forward_pre_hooks and not module._state_dict_pre_hooks
+        assert "__deepcopy__" not in vars(module)
 
 
 def test_auto_needs_layers() -> None:
