@@ -24,19 +24,19 @@ def with_weight_init_device(sharder: Any, weight_init_device: str | None = "meta
     found = copy.copy(sharder)
     if weight_init_device is None:
         return found
-    device, kind = torch.device(weight_init_device), type(sharder)
+    begins_on, kind = torch.device(weight_init_device), type(sharder)
 
     class WithWeightInitDevice(kind):  # type: ignore[valid-type, misc]  # the caller's
         def shard(
-            self, module: Any, params: Any, env: Any, _: Any = None, module_fqn: str | None = None
+            self, module: Any, params: Any, env: Any, device: Any = None, module_fqn: str | None = None
         ) -> Any:
             placed = copy.deepcopy(params)
             for planned in placed.values():
                 for shard in getattr(planned.sharding_spec, "shards", ()):
                     rank = shard.placement.rank()
                     shard.placement = _remote_device(f"rank:{rank}/{weight_init_device}")
-            sharded = super().shard(module, placed, env, device, module_fqn)
-            if device.type == "meta":
+            sharded = super().shard(module, placed, env, begins_on, module_fqn)
+            if begins_on.type == "meta":
                 sharded.register_forward_pre_hook(_refuse)
             return sharded
 

@@ -1,6 +1,5 @@
 """`swap_embeddings`: replaces a trained model's embedding modules by modules that read published tables."""
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
@@ -200,23 +199,27 @@ def swap_embeddings(
         parent, _, name = place.rpartition(".")
         setattr(module.get_submodule(parent), name, made[id(one.old)])
     for parallel in module.modules():
-        if type(parallel).__name__ in _PARALLEL:  # whose optimizer has the shards
+        if any(
+            base.__name__ in _PARALLEL for base in type(parallel).__mro__
+        ):  # whose optimizer has the shards
             parallel._optim = parallel._init_optim(parallel._dmp_wrapped_module)  # type: ignore[operator]  # TorchRec's
     return {f.path: f.old for f in found.values()}
 
 
 _PARALLEL = ("DistributedModelParallel", "DMPCollection")
-_WRAPPED = re.compile(r"^_dmp_wrapped_module\.(module\.)?")  # the second one is DistributedDataParallel's
 
 
 def _embeddings(module: torch.nn.Module) -> Iterator[tuple[str, _Found]]:
     """The modules that can be replaced, not those inside of them, and where each is. A module at two paths
     comes twice."""
     inside: list[str] = []
+    wrapped = getattr(module, "_dmp_wrapped_module", None)
+    is_double = isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    wraps = "" if wrapped is None else f"_dmp_wrapped_module.{'module.' * is_double}"
     for path, old in module.named_modules(remove_duplicate=False):
         if any(path.startswith(f"{p}.") for p in inside):
             continue
-        if (found := _found(_WRAPPED.sub("", path), old)) is None:
+        if (found := _found(path.removeprefix(wraps), old)) is None:
             continue
         if not path:
             raise ModuleError(

@@ -5,6 +5,7 @@ training's own model, and in one whose shards were never given memory.
 """
 
 import gc
+import inspect
 import io
 import warnings
 import weakref
@@ -122,3 +123,8 @@ def test_a_sharder_keeps_what_it_was(device: str | None, error: str | None) -> N
     found = with_weight_init_device(sharder, device)
     assert type(found) is type(sharder) and found is not sharder
     assert found.fused_params == sharder.fused_params and found.module_type is sharder.module_type
+    # TorchRec's sharders around others name what they give
+    names = [
+        list(inspect.signature(of.shard).parameters) for of in (sharder, with_weight_init_device(sharder))
+    ]
+    assert names[0] == names[1]

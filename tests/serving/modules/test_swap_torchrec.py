@@ -74,6 +74,29 @@ def test_another_sharded_module_is_refused(model: str) -> None:
     assert holder.tower is tower
 
 
+def test_paths_and_optimizers_behind_a_kind_of_parallel_model(model: str, tables: Tables) -> None:
+    """Paths are those of the model inside, whose child may be called `module`; a class of one's own is one of
+    these, too."""
+
+    class DistributedModelParallel(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self._dmp_wrapped_module, self._optim = inner, "of the shards"
+
+        def _init_optim(self, module: torch.nn.Module) -> str:
+            assert module is self._dmp_wrapped_module
+            return "made anew"
+
+    class OwnParallel(DistributedModelParallel):
+        pass
+
+    inner = torch.nn.ModuleDict({"module": bag_collection(tables)})
+    outer = OwnParallel(inner)
+    mapping = {f"module.{path}": of for path, of in COLLECTION.items()}
+    assert list(swap_embeddings(outer, "ads", mapping, root=model)) == ["module.ebc"]
+    assert outer._optim == "made anew" and isinstance(inner["module"].ebc.bags, EmbeddingBags)
+
+
 def test_a_collection_that_maps_ids_itself_is_refused(model: str) -> None:
     """TorchRec's managed collisions: the ids that come are not those of the rows."""
     configs = [
