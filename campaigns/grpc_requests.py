@@ -39,6 +39,7 @@ from campaigns.request_cases import HOSTILE, VALUE, Unclear, Vectors, answer_fro
 from campaigns.requests import same
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client
+from tableside.serving.errors import INTERNAL_ERROR
 
 LANES, STREAMED, TIMEOUT_S = 8, 0.2, 60.0
 SERVICE = "/inference.GRPCInferenceService"
@@ -47,6 +48,7 @@ REFUSALS = {
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+STATUS = {INTERNAL_ERROR: grpc.StatusCode.INTERNAL}  # streams have texts alone
 FIELDS = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
 REGION = "shared_memory_region"
@@ -249,7 +251,7 @@ def _asked(channel: grpc.Channel, cases: list[bytes]) -> list[tuple[Any, Any, st
             f"{SERVICE}/ModelStreamInfer", None, ModelStreamInferResponse.FromString, _registered_method=False
         )
         found = [
-            (None, grpc.StatusCode.INVALID_ARGUMENT, one.error_message)
+            (None, STATUS.get(one.error_message, grpc.StatusCode.INVALID_ARGUMENT), one.error_message)
             if one.error_message
             else (one.infer_response, None, "")
             for one in stream(iter(cases), timeout=TIMEOUT_S)
