@@ -8,7 +8,8 @@ refused (503, Retry-After) after `max_wait_s`, and the oldest if more than `max_
 waits for its refusal sends nothing new. A slow body loses its slot after PROMPT_S.
 
 *Slices.* The event loop works on requests for SLICE_S, then reads sockets, so that new connections wait for
-one slice, not for all requests.
+one slice, not for all requests. Those of connections whose last request waited for rows stand behind all
+others, one in each round of the loop: one whose rows are in memory waits for one of them, not for a slice.
 
 *Bytes.* A `Hold` counts a request's body and response until the last byte is sent. Requests beyond
 `max_in_flight_bytes` are refused.
