@@ -92,7 +92,7 @@ SERVING = (
         "logs",
         "stash_metrics",
     ),
-    *("model", "shm", "metrics", "executors", "watch", "supervised", "engine_process", "service"),
+    *("model", "shm", "metrics", "damage", "executors", "watch", "supervised", "engine_process", "service"),
     *("evaluation", "planning", "follow", "modules", "http", "workers", "cli"),
 )
 

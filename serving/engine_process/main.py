@@ -17,6 +17,7 @@ from uvicorn.config import STARTUP_FAILURE
 
 from tableside.loader.versions.states import State
 from tableside.quant import QuantError, choose
+from tableside.serving.damage import ReadDamage
 from tableside.serving.engine_process.described import DescribedRequests, RequestTarget, model_key
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.doors import AnswerMemory, Doors, tell
@@ -211,8 +212,14 @@ class EngineHost:
     # ---- what doors show ----
 
     async def _report(self) -> None:
+        read_damage = ReadDamage()
         while True:
             await asyncio.sleep(STATUS_S)
+            for engine in list(self._engines.values()):
+                try:
+                    read_damage.mark(engine)
+                except UNUSABLE as error:  # it is tried again
+                    logger.error("a damaged version of %s is not marked: %s", engine.model.name, error)
             if self._placer.cache is not None:
                 self.batcher.count_cache(wait=True)
                 self._doors.tell({"cache": self._cache()})

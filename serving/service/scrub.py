@@ -18,15 +18,12 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
-from weakref import WeakSet
 
 from tableside.loader.errors import DamagedRows, LoaderError, SegmentError, VersionError
 from tableside.loader.hot.hot import drop_damaged
-from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
-from tableside.serving.errors import ErrorKind
-from tableside.serving.metrics.metrics import ERRORS, SCRUBS
+from tableside.serving.damage import Damage, ReadDamage, mark_damaged
+from tableside.serving.metrics.metrics import SCRUBS
 from tableside.serving.model.engine import Engine
 from tableside.serving.service.child import Child, give_way, look_after
 
@@ -38,13 +35,6 @@ _LOOKS = 20  # times that the scrubber looks whether a scrub is due, between two
 _LONGEST_LOOK_S = 5.0
 
 
-class Damage(NamedTuple):
-    """What is wrong with a version, for people, and the name of the damaged file; "": of no one file."""
-
-    text: str
-    file: str = ""
-
-
 class Scrubber:
     """Scrubs the engines' versions every `every_s` seconds; 0: never, and marks what requests find. Belongs
     to one event loop."""
@@ -54,7 +44,7 @@ class Scrubber:
         self._checked_at: dict[
             tuple[str, int], float
         ] = {}  # (model, version) -> time.time() of its last whole reading here
-        self._marked: WeakSet[Segment] = WeakSet()  # for what requests found
+        self._read_damage = ReadDamage()
         self._child = Child()
 
     async def run(self) -> None:
@@ -66,22 +56,13 @@ class Scrubber:
         self._child.stop()
 
     async def _look(self, engine: Engine) -> None:
-        self._mark_what_was_read(engine)
+        self._read_damage.mark(engine)
         await self._scrub_if_due(engine)
 
     def _is_due(self, engine: Engine, done_at: float) -> bool:
         served = engine.attached()
         checked_at = self._checked_at.setdefault((engine.model.name, served.version), served.verified_at)
         return self._every_s > 0 and time.time() - max(done_at, checked_at) >= self._every_s
-
-    def _mark_what_was_read(self, engine: Engine) -> None:
-        """Marks versions of which a request found damaged rows on a disk."""
-        for version in (held.segment.base for held in engine.held()):
-            files = {file.table: file.path.name for file in version.files}
-            for table, reader in version.readers.items():
-                if reader.damage and version not in self._marked:
-                    self._mark(engine, version.header.version, Damage(reader.damage, files[table]))
-                    self._marked.add(version)
 
     async def _scrub_if_due(self, engine: Engine) -> None:
         if not self._is_due(engine, 0.0):
@@ -104,15 +85,7 @@ class Scrubber:
             SCRUBS.labels(engine.model.name, "whole").inc()
             return
         SCRUBS.labels(engine.model.name, "damaged").inc()
-        self._mark(engine, version, damage)
-
-    def _mark(self, engine: Engine, version: int, damage: Damage) -> None:
-        """Marks a version as damaged. OSError, LoaderError: it cannot be marked now."""
-        engine.model.mark_damaged(version, damage.file)
-        ERRORS.labels(engine.model.name, ErrorKind.DAMAGED.value).inc()
-        logger.critical(
-            "version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage.text
-        )
+        mark_damaged(engine, version, damage)
 
     async def _read(self, model: Model, version: int) -> Damage | None:
         """Returns the damage of a version's rows, or None. ServingError: the reading process failed."""

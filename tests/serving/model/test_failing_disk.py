@@ -167,15 +167,28 @@ def test_a_disk_that_refuses_to_read(served: Served) -> None:
     assert not model.damaged_versions()
 
 
-def test_damage_that_a_request_finds_marks_the_version(served: Served, tmp_path: Path) -> None:
-    """Also where nothing is scrubbed for hours."""
+@pytest.mark.parametrize("placement", [None, "stored", "cached"])
+def test_damage_that_a_request_finds_marks_the_version(
+    disk: Path, tmp_path: Path, placement: str | None
+) -> None:
+    """Also where nothing is scrubbed for hours, and by an engine process."""
+    device: tuple[object, ...] = ()
+    if placement is not None:
+        pytest.importorskip("triton")
+        device = ("--devices", tables.serve_device(), "--placement", placement, "--gpu-from-ids", 0)
+        device += ("--hbm-budget", "1MiB") if placement == "cached" else ()
+    with serving(disk, tmp_path, {}, *device) as served:
+        _find_damage(served, tmp_path)
+
+
+def _find_damage(served: Served, tmp_path: Path) -> None:
     server, model, _ = served
     header = model.attach(verify="header").header
     table, file = header.tables[0], header.files[0]
     flip_bit(tmp_path / "copy", table.offset - file.offset + table.bytes // 2)
     with Client(server.url, retries=0) as client, pytest.raises(ClientError, match="were damaged") as error:
         for part in range(97):
-            look_up(client, IDS[part::97])
+            look_up(client, np.arange(ROWS)[part::97])
     assert error.value.status == 503
     until(lambda: model.damaged_versions() == [1], what="the version to be marked")
     assert 'tableside_errors_total{kind="damaged",model="m"} 1.0' in server.get("/metrics").text

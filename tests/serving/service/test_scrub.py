@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tableside.loader.versions.versions import Model
+from tableside.serving.damage import ReadDamage
 from tableside.serving.service import scrub
 from tableside.serving.service.scrub import Scrubber, damage_of
 
@@ -120,9 +121,9 @@ def test_damage_that_requests_found_is_marked_until_the_mark_is_there() -> None:
         model=SimpleNamespace(name="demo", mark_damaged=mark),
         held=lambda: [SimpleNamespace(segment=SimpleNamespace(base=v)) for v in versions],
     )
-    scrubber = Scrubber([engine], 0)
+    read_damage = ReadDamage()
     with pytest.raises(OSError, match="no space left"):
-        scrubber._mark_what_was_read(engine)
+        read_damage.mark(engine)
     for _ in range(2):
-        scrubber._mark_what_was_read(engine)
+        read_damage.mark(engine)
     assert marked == [(6, "6.1.rows")] * 2
