@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import numpy as np
-from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from google.protobuf import descriptor_pool
 
 from campaigns.common import (
     FEATURES,
@@ -40,6 +41,10 @@ from campaigns.requests import same
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client
 from tableside.serving.errors import INTERNAL_ERROR
+
+_pool = descriptor_pool.DescriptorPool()  # KServe's client has messages of the same names
+with patch.object(descriptor_pool, "Default", lambda: _pool):
+    from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 LANES, STREAMED, TIMEOUT_S = 8, 0.2, 60.0
 SERVICE = "/inference.GRPCInferenceService"
