@@ -170,7 +170,7 @@ class Begun(Waiting):
 class ReadRequest(Request):
     """A request whose rows come when `came` is set, or not."""
 
-    plan = SimpleNamespace(waits=True)
+    plan = SimpleNamespace(waits=True, begins_at_once=False)
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
