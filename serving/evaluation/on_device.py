@@ -116,7 +116,7 @@ class DeviceScoring:
         scores = DeviceScores(here, self._stage, None)
         follower: Follower = _WhileAway(self._gpu, scores) if self._stashes else scores
         begun = self._gpu.batches.begin(
-            [(_begun(*one), one[1]) for one in requests], follower=follower, launches=False
+            [(_ready_plan(*one), one[1]) for one in requests], follower=follower, launches=False
         )
         return BegunGroup(group, requests, frozenset(here), scores, begun)
 
@@ -142,7 +142,7 @@ class DeviceScoring:
         return answers
 
 
-def _begun(request: Request, inputs: Any) -> Plan:
+def _ready_plan(request: Request, inputs: Any) -> Plan:
     """Returns the request's plan with the rows that it waits for, before it has the device. One that is
     refused is so again, and told, where it runs."""
     try:
