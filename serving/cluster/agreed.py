@@ -68,6 +68,7 @@ class Agreement:
     def __init__(self, model: Model, settings: ServerSettings) -> None:
         self._model, self._settings, self._known = model, settings, KnownStates(model)
         self._hold_at = self._told_at = 0.0
+        self._waited_for: Sequence[RemoteTable] = ()  # owned tables of what was wanted last
 
     @property
     def _hosts(self) -> OwnerHosts:
@@ -91,6 +92,7 @@ class Agreement:
         none comes after the served one."""
         if wanted == served:  # its hot rows are others
             return wanted
+        self._waited_for = remote
         states = candidates(self._known.look(), wanted, served, sequence)
         try:
             return self._newest(states, remote, is_patient)
@@ -133,12 +135,16 @@ class Agreement:
         return True
 
     def hold(self, segments: Sequence[Segment]) -> None:
-        """Has all hosts keep the states of segments for some seconds, and finds hosts that hung and are
-        well."""
+        """Has all hosts keep the states of segments for some seconds, and finds hosts that hung and are well:
+        also owners of what is wanted, which may be others."""
         try:
             for segment in segments:
                 if segment.header.owned and (name := segment.hosts_state()) is not None:
                     _hold(self._hosts, owners_of(segment.header.owned), name, asks_all=True)
+            places = [at for owner in owners_of(self._waited_for) for at in owner.places]
+            _ask(
+                self._hosts, {at: "states" for at in places if self._hosts.host(at.host).hangs}, asks_all=True
+            )
         finally:
             self._hold_at = time.monotonic() + _HOLD_S
 
