@@ -51,7 +51,7 @@ def test_answers_are_those_of_one_host_in_each_state(
 
 
 @pytest.mark.gpu
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_of_a_device_are_those_of_one_host_in_each_state(
     owners: Server, tmp_path: Path, form: tuple[str, object]
