@@ -170,7 +170,7 @@ def test_torchrecs_collections_through_their_configurations(
     text = (Path(__file__).parents[3] / "docs" / "torch.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(
-        text.split("```py\n")[1].split("```")[0],
+        text.split("This writes them:\n\n```py\n")[1].split("```")[0],
         {"model": module, "json": json, "asdict": dataclasses.asdict, "Path": Path},
     )
     if not apart:
