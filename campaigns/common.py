@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,6 +38,8 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.segment import layout
 from tableside.loader.segment.huge_pages import is_on_disk
 from tableside.loader.segment.memory import processes_below
+from tableside.serving.cli.local import LocalServer
+from tableside.serving.client import Client
 
 console = Console(highlight=False, soft_wrap=True, width=150)
 Run = Callable[[float, int], Mapping[str, float]]
@@ -215,6 +218,31 @@ def descriptors(pid: int) -> list[str]:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     return found
+
+
+class SameWorkers:
+    """A server's workers, which shall be the same in the end, with no more descriptors. Made once a first
+    request has opened what stays open."""
+
+    def __init__(self, server: LocalServer, root: Path) -> None:
+        self._server, self._root = server, root
+        self._before = workers_of(server.pid, root)
+        self._open = len(descriptors(self._before[0]))
+
+    def figures(self) -> dict[str, float]:
+        """Internal errors, crashed workers, and descriptors that the first worker has more once connections
+        are gone."""
+        with Client(self._server.url) as client:
+            pattern = r'tableside_errors_total\{[^}]*kind="internal"[^}]*\} ([\d.e+]+)'
+            internal = re.findall(pattern, client.metrics())
+        after = workers_of(self._server.pid, self._root)
+        if after == self._before:
+            until(lambda: len(descriptors(after[0])) <= self._open, what="the connections to be gone")
+        return {
+            "internal errors in the metrics": sum(map(float, internal)),
+            "crashed workers": sum(pid not in after for pid in self._before),
+            "descriptors leaked": max(0, len(descriptors(after[0])) - self._open) if after else 0,
+        }
 
 
 # ---- a model whose rows say what they are ----

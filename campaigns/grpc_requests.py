@@ -8,7 +8,6 @@ campaigns/request_cases.py.
 """
 
 import random
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -26,20 +25,17 @@ from google.protobuf import descriptor_pool
 from campaigns.common import (
     FEATURES,
     Goal,
+    SameWorkers,
     at_least,
-    descriptors,
     folders,
     none,
     publish,
     random_of,
     standalone,
-    until,
-    workers_of,
 )
 from campaigns.request_cases import HOSTILE, VALUE, Unclear, Vectors, answer_from, tensors
 from campaigns.requests import same
 from tableside.serving.cli.local import local_server
-from tableside.serving.client import Client
 from tableside.serving.errors import INTERNAL_ERROR
 
 _pool = descriptor_pool.DescriptorPool()  # KServe's client has messages of the same names
@@ -308,25 +304,16 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         with local_server(["demo"], "--grpc-port", str(port), root=root, workers=1) as server:
             target = f"127.0.0.1:{port}"
             ask_all(target, 0, seed)  # what a first request opens is no leak
-            before = workers_of(server.pid, root)
-            open_before = len(descriptors(before[0]))
+            workers = SameWorkers(server, root)
             counts = ask_all(target, seconds, seed)
-            with Client(server.url) as client:
-                pattern = r'tableside_errors_total\{[^}]*kind="internal"[^}]*\} ([\d.e+]+)'
-                internal = re.findall(pattern, client.metrics())
-            after = workers_of(server.pid, root)
-            if after == before:
-                until(lambda: len(descriptors(after[0])) <= open_before, what="the connections to be gone")
-            leaked = max(0, len(descriptors(after[0])) - open_before) if after else 0
+            figures = workers.figures()
     return {
         "requests": counts.requests,
         "answered of them": counts.answered,
         "wrongly refused": counts.refused,
         "wrongly answered": counts.wrong,
         "faults": counts.faults,
-        "internal errors in the metrics": sum(map(float, internal)),
-        "crashed workers": sum(pid not in after for pid in before),
-        "descriptors leaked": leaked,
+        **figures,
     }
 
 

@@ -15,7 +15,6 @@ import asyncio
 import importlib.util
 import json
 import logging
-import re
 import subprocess
 import sys
 import time
@@ -32,10 +31,9 @@ from numpy.typing import NDArray
 
 from benchmarks import wire
 from campaigns import raw_cases, raw_http
-from campaigns.common import descriptors, folders, publish, random_of, standalone, until, workers_of
+from campaigns.common import SameWorkers, folders, publish, random_of, standalone
 from campaigns.request_cases import VALUE, Case, Unclear, Vectors, answer_of, mutated, right_v1, right_v2
 from tableside.serving.cli.local import LocalServer, local_server
-from tableside.serving.client import Client
 from tableside.serving.executors.admission import Hold
 from tableside.serving.http.app import Application
 from tableside.serving.http.asgi import HOLD
@@ -346,27 +344,16 @@ def _over_sockets(
     """The parts that need a server; it must be the same worker after them, with no more descriptors."""
     port = int(urlsplit(server.url).port or 0)
     run_scripts(port, 0, seed)  # what a first request opens is no leak
-    before = workers_of(server.pid, root)
-    open_before = len(descriptors(before[0]))
+    workers = SameWorkers(server, root)
     scripts = run_scripts(port, seconds * SHARES["sockets"], seed)
     cases = run_schemathesis(server.url, seconds * SHARES["schemathesis"], seed, files)
-    with Client(server.url) as client:
-        internal = re.findall(
-            r'tableside_errors_total\{[^}]*kind="internal"[^}]*\} ([\d.e+]+)', client.metrics()
-        )
-    after = workers_of(server.pid, root)
-    until(
-        lambda: len(descriptors(after[0])) <= open_before, what="the connections to be gone"
-    ) if after == before else None
     return {
         "raw sockets": scripts.sent,
         "raw: other answers than requests": scripts.wrong,
         "raw: right requests unanswered before a wrong one": scripts.short,
         "raw: answers of 500 and above": scripts.failed,
         **cases,
-        "internal errors in the metrics": sum(map(float, internal)),
-        "crashed workers": sum(pid not in after for pid in before),
-        "descriptors leaked": max(0, len(descriptors(after[0])) - open_before) if after else 0,
+        **workers.figures(),
     }
 
 
