@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import signal
 import socket
 import uuid
 from dataclasses import replace
@@ -31,14 +29,12 @@ from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.load.load import load
 from tableside.loader.load.share import share_of
-from tableside.loader.segment.memory import processes_below
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.cluster.agreed import NotAgreed
-from tableside.serving.cluster.calls import hosts_of
 from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.http.v2.kept_states import KeptStates
 from tableside.serving.modules.published import ModuleSource, PublishedTables
@@ -99,37 +95,6 @@ def test_a_replica_that_lags_is_waited_for_a_while(owners: Server, tmp_path: Pat
         for _ in range(20):
             assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
     finally:
-        assert end(other.process) == 0
-        shutil.rmtree(root)
-
-
-@pytest.mark.drawn(0.25)
-def test_owners_that_hung_before_their_version_was_served_are_asked_again(
-    owners: Server, tmp_path: Path
-) -> None:
-    """Nobody asks them for rows yet, so nothing else would tell that they are well."""
-    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
-    root = owners.root.parent / f"{owners.root.name}-next"
-    shutil.copytree(owners.root / hosts.owners[0].name, root / hosts.owners[0].name)
-    other = start_server(root, models=(hosts.owners[0].name,))
-    processes = [other.process.pid, *processes_below(other.process.pid)]
-    try:
-        door = engine_of(hosts.door.root, hosts.door.name)
-        load_door(
-            spec_of(tmp_path, hosts.door.name, [place(other)], tables=hosts.tables, features=UNPOOLED),
-            hosts.door.root,
-        )
-        host = hosts_of(None, 2.0).host(place(other))
-        for pid in processes:
-            os.kill(pid, signal.SIGSTOP)
-        until(lambda: (step(door), host.hangs)[1], what="nobody to ask it any more")
-        for pid in processes:
-            os.kill(pid, signal.SIGCONT)
-        assert not step(door)
-        until(lambda: (door.hold(), step(door))[1], what="the next version to be served")
-    finally:
-        for pid in processes:
-            os.kill(pid, signal.SIGCONT)
         assert end(other.process) == 0
         shutil.rmtree(root)
 

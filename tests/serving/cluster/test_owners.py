@@ -2,6 +2,7 @@
 told."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from changing_hosts import Hosts, step
 from hosts import (
     ITEM_IDS,
     ITEMS,
@@ -21,6 +23,7 @@ from hosts import (
     ZERO,
     answer,
     checkpoint,
+    engine_of,
     load_door,
     load_shares,
     place,
@@ -28,8 +31,8 @@ from hosts import (
     spec_of,
 )
 from liars import Liar
-from servers import Server
-from support import run_tableside, until
+from servers import Server, start_server
+from support import end, run_tableside, until
 from tables import serve_device
 
 from tableside.loader.load.load import load
@@ -344,3 +347,34 @@ def test_rows_beyond_one_response_are_asked_for_in_parts(
     monkeypatch.setattr("tableside.serving.cluster.owners._RESPONSE_BYTES", 1500)
     expected = arrays["user"][USERS].tobytes() + arrays["item"][::5].tobytes()
     assert answer(served(roots[2], "ads"), {"user": USERS, "item": ITEMS}) == (expected, [])
+
+
+@pytest.mark.drawn(0.25)
+def test_owners_that_hung_before_their_version_was_served_are_asked_again(
+    owners: Server, tmp_path: Path
+) -> None:
+    """Nobody asks them for rows yet, so nothing else would tell that they are well."""
+    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
+    root = owners.root.parent / f"{owners.root.name}-next"
+    shutil.copytree(owners.root / hosts.owners[0].name, root / hosts.owners[0].name)
+    other = start_server(root, models=(hosts.owners[0].name,))
+    processes = [other.process.pid, *processes_below(other.process.pid)]
+    try:
+        door = engine_of(hosts.door.root, hosts.door.name)
+        load_door(
+            spec_of(tmp_path, hosts.door.name, [place(other)], tables=hosts.tables, features=UNPOOLED),
+            hosts.door.root,
+        )
+        host = hosts_of(None, 2.0).host(place(other))
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        until(lambda: (step(door), host.hangs)[1], what="nobody to ask it any more")
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        assert not step(door)
+        until(lambda: (door.hold(), step(door))[1], what="the next version to be served")
+    finally:
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        assert end(other.process) == 0
+        shutil.rmtree(root)
