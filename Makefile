@@ -70,8 +70,8 @@ test-all: dev    ## all tests
 	@$(PYTEST) --all
 	@$(MAKE) --no-print-directory test-sanitized
 
-REST ?= 0.15
-test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.15 of them
+REST ?= 0.1
+test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.1 of them
 	@$(PYTEST) --rest $(REST)
 
 # They come before those of $(VENV), also in the servers that tests start, and go beyond pyproject.toml's bounds.

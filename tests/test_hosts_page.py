@@ -24,7 +24,7 @@ def commands(section: str) -> list[str]:
     return "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """Ports and roots are others here. Answers are those of one host, of the first owners and of the next
     ones."""

@@ -19,7 +19,7 @@ URL = "http://127.0.0.1:8000"
 COMMAND = [sys.executable, "-m", "tableside"]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_the_quick_start(tmp_path: Path, root: Path) -> None:
     """From a checkpoint to a server, a lookup by curl and by the client, changed rows, a swap and back."""
     env, url, said = {**os.environ, "TABLESIDE_ROOT": str(root)}, URL, list[str]()

@@ -75,6 +75,7 @@ def _load_until_killed(folder: Path, root: Path, redis: RedisServer, after: int)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
+@pytest.mark.drawn(0.25)
 def test_a_load_that_fails_leaves_nothing(root: Path, tmp_path: Path, redis: RedisServer) -> None:
     """Where the checkpoint is bad, the server is full, and where it is not reached."""
     load_both(tmp_path, root, tier(redis))
@@ -99,6 +100,7 @@ def test_a_load_that_fails_leaves_nothing(root: Path, tmp_path: Path, redis: Red
     assert Model(root, "ads").versions() == [1]
 
 
+@pytest.mark.drawn(0.25)
 def test_keys_of_a_server_that_is_away_go_later(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

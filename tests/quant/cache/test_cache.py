@@ -20,7 +20,7 @@ from tableside.quant.device.interpreter import InterpretedDevice
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(
     ("policy", "budget", "page_bytes", "held", "threads"),
     [

@@ -71,7 +71,7 @@ class Fetching:
 
 
 @pytest.mark.sanitized_gpu
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("gather_threads", [0, 2])
 @pytest.mark.parametrize("policy", list(Policy), ids=lambda p: p.value)
 def test_lookups_beside_tables_in_memory(
@@ -126,6 +126,7 @@ def test_a_row_that_was_fetched_is_not_fetched_again() -> None:
     assert source.asked == noted == [[3, 5], [4]]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("policy", list(Policy), ids=lambda p: p.value)
 @pytest.mark.parametrize("state", [RowState.LATE, RowState.CORRUPT])
 def test_who_asks_for_rows_that_do_not_come_gets_an_error(state: RowState, policy: Policy) -> None:
@@ -181,6 +182,7 @@ def test_a_wrong_id_is_told_before_a_row_that_does_not_come() -> None:
     assert isinstance(late, RowsNotRead) and late.late == 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", [0, 1000])
 @pytest.mark.parametrize("alignment", [4, 16])
 def test_hot_rows_are_not_fetched(alignment: int, first: int) -> None:
@@ -279,6 +281,7 @@ def test_a_fetch_that_fails_waits_for_the_others() -> None:
     np.testing.assert_array_equal(t.rows((b, [3, 4]))[0], expected_of(made, np.array([3, 4])))
 
 
+@pytest.mark.drawn(0.25)
 def test_a_staging_buffer_grows_by_what_it_must() -> None:
     """However much more the device misses than has room there; what grew is counted."""
     t, made = Fetching(staging_bytes=512, page_bytes=1024, budget=8_192), table_of(RowFormat.INT8, 24)

@@ -62,6 +62,7 @@ def test_nobody_there(connect: Callable[..., Any]) -> None:
     assert connect(url).ask("is_ready") is False
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("when", [b"0", b"1", b""])
 def test_a_busy_server_is_asked_again_in_time(connect: Callable[..., Any], when: bytes) -> None:
     """When it says, as often as `retries` says, and only where the call has an end: else the caller hears of

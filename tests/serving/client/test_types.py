@@ -15,7 +15,7 @@ TOP = Path(__file__).parents[3]
 SCRIPTS = TOP / "tests/fixtures/typed_client"
 
 
-@pytest.mark.drawn(0.25)
+@pytest.mark.drawn(0.2)
 def test_a_users_script_passes_mypy_strict_and_runs(served: Server, tmp_path: Path) -> None:
     """With the rooms inside one package, as in a wheel; `make wheel` checks the script there."""
     package = tmp_path / "types/tableside"

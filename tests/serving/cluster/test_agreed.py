@@ -327,6 +327,7 @@ def test_all_who_ask_for_a_state_at_once_get_the_same_files(owners: Server, tmp_
     assert first.hosts_state() == state and all(other is first for other in others)
 
 
+@pytest.mark.drawn(0.25)
 def test_states_that_other_hosts_read_are_kept_for_all_workers(tmp_path: Path) -> None:
     """By the file, while one of them holds it; it goes with the next change after that."""
     root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"

@@ -169,6 +169,7 @@ def test_owners_that_were_cut_of_changed_rows_are_refused(owners: Server, tmp_pa
         load_door(spec_of(tmp_path, name, [place(owners)] * 2, features=UNPOOLED), tmp_path / "door")
 
 
+@pytest.mark.drawn(0.25)
 def test_commands_that_change_rows_of_several_hosts(owners: Server, tmp_path: Path) -> None:
     """A number is needed, and a change is not left out by one host alone."""
     hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")

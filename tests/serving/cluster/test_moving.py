@@ -49,7 +49,7 @@ def turn(hosts: Hosts, owners: Server, count: int) -> None:
     assert states[0].mark == states[1].mark and states[0].content != states[1].content
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(("form", "compacted"), list(itertools.product(FORMS, [False, True])))
 def test_answers_stay_those_of_one_host(
     owners: Server, tmp_path: Path, form: tuple[str, object], compacted: bool

@@ -106,6 +106,7 @@ def test_an_owner_that_goes_is_an_error(hosts: Hosts, owners: Server, liar: Liar
         assert is_empty(tmp_path / "new", owner_name(hosts.spec.name, 1, 3))
 
 
+@pytest.mark.drawn(0.25)
 def test_bits_that_flip_on_their_way_are_found(
     hosts: Hosts, owners: Server, liar: Liar, tmp_path: Path
 ) -> None:
@@ -173,7 +174,7 @@ def test_a_state_is_given_to_its_end_whatever_becomes_live(
     assert made[0].hosts_state() == made[1].hosts_state() and made[0].content() == made[1].content()
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_an_owner_that_came_back_with_other_files_is_an_error(
     hosts: Hosts,
     tmp_path: Path,
@@ -235,7 +236,7 @@ def test_what_is_no_request_for_chunks_is_refused(hosts: Hosts, owners: Server) 
     assert owners.get(f"/v2/buckets/nobody/{segment.hosts_state()}").status_code == 404
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_who_lacks_the_token_gets_nothing(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:

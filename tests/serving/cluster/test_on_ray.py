@@ -97,6 +97,7 @@ def servers_of(root: Path) -> list[int]:
     return found
 
 
+@pytest.mark.drawn(0.5)
 def test_ray_places_owners_and_replaces_one_whose_node_is_lost(
     cluster: Any, root: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_that_was_changed_on_its_way_is_not_taken(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], lie: str
@@ -194,7 +194,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_taken(
         liar.close()
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_door_reads_the_version_that_it_was_loaded_with(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -266,6 +266,7 @@ def test_rows_are_given_to_servers_with_the_token_alone(
     assert (table["placement"], table["id_count"]) == ("remote", ITEM_IDS)
 
 
+@pytest.mark.drawn(0.25)
 def test_a_module_asks_owners_too(roots: list[Path], tmp_path: Path, serve: Callable[..., Server]) -> None:
     """It waits for rows, and takes no default row in their place."""
     arrays = checkpoint(tmp_path)

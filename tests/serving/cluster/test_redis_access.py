@@ -17,6 +17,7 @@ from tableside.loader.versions.versions import Model
 pytestmark = needs_redis
 
 
+@pytest.mark.drawn(0.25)
 def test_a_password_comes_from_the_environment(
     roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_user_needs_few_commands(
     assert Model(roots[0], "ads").versions() == [1]
 
 
+@pytest.mark.drawn(0.25)
 @needs_openssl
 def test_rows_come_over_tls(
     roots: list[Path], tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch

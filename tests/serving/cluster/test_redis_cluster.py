@@ -29,6 +29,7 @@ def tier(cluster: RedisCluster) -> str:
     return f"redis://{cluster.nodes[0].place},{cluster.nodes[1].place}"
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_come_from_all_nodes(roots: list[Path], tmp_path: Path, cluster: RedisCluster) -> None:
     """Which have no key any more once the model is removed."""
     load_both(tmp_path, roots[0], tier(cluster))
@@ -43,6 +44,7 @@ def test_rows_come_from_all_nodes(roots: list[Path], tmp_path: Path, cluster: Re
     assert not any(node.client().dbsize() for node in cluster.nodes)
 
 
+@pytest.mark.drawn(0.25)
 def test_slots_that_nobody_had_are_asked_about_again(
     roots: list[Path], tmp_path: Path, cluster: RedisCluster
 ) -> None:
@@ -58,6 +60,7 @@ def test_slots_that_nobody_had_are_asked_about_again(
     until(lambda: look_up(version) == expected, what="rows of all slots")
 
 
+@pytest.mark.drawn(0.25)
 def test_a_slot_moves(roots: list[Path], tmp_path: Path, cluster: RedisCluster) -> None:
     """Rows are right before, while none, some or all of its keys have moved, and after."""
     load_both(tmp_path, roots[0], tier(cluster))
@@ -82,6 +85,7 @@ def test_a_slot_moves(roots: list[Path], tmp_path: Path, cluster: RedisCluster) 
     Model(roots[0], "ads").remove_all()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_rows_of_a_node_that_is_away_are_late(
     roots: list[Path], tmp_path: Path, cluster: RedisCluster, how: signal.Signals
@@ -105,6 +109,7 @@ def test_rows_of_a_node_that_is_away_are_late(
         until(lambda: look_up(version) == expected, what="the node's rows")
 
 
+@pytest.mark.drawn(0.25)
 def test_a_load_needs_all_nodes(
     roots: list[Path], tmp_path: Path, cluster: RedisCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +126,7 @@ def test_a_load_needs_all_nodes(
     assert [node.client().dbsize() for node in others] == keys
 
 
+@pytest.mark.drawn(0.25)
 def test_a_node_that_gave_its_slots_away_may_go(
     roots: list[Path], tmp_path: Path, cluster: RedisCluster
 ) -> None:

@@ -53,7 +53,7 @@ def in_step(main: RedisServer, *replicas: RedisServer) -> None:
     until(lambda: {r.client().dbsize() for r in replicas} == {main.client().dbsize()}, what="replicas")
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_sentinel_says_where_the_rows_are(
     roots: list[Path], tmp_path: Path, pair: list[RedisServer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,6 +81,7 @@ def test_sentinel_says_where_the_rows_are(
         assert look_up(served(roots[0], "ads")) == look_up(version) == expected
 
 
+@pytest.mark.drawn(0.25)
 def test_a_name_that_sentinel_does_not_know(
     roots: list[Path], tmp_path: Path, pair: list[RedisServer]
 ) -> None:
@@ -91,7 +92,7 @@ def test_a_name_that_sentinel_does_not_know(
         load(spec_of(tmp_path, f"redis+sentinel://{sentinel}/other"), roots[0])
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_server_that_stands_still_is_not_waited_for(
     roots: list[Path], tmp_path: Path, pair: list[RedisServer]
 ) -> None:
@@ -137,7 +138,7 @@ def cluster(tmp_path: Path) -> Iterator[RedisCluster]:
         yield running
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_replicas_of_a_cluster_give_rows(roots: list[Path], tmp_path: Path, cluster: RedisCluster) -> None:
     """Also where their node stands still, and once they have its slots."""
     (replica,) = cluster.replicas

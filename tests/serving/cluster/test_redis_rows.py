@@ -51,6 +51,7 @@ from tableside.torch import Embeddings
 pytestmark = needs_redis
 
 
+@pytest.mark.drawn(0.5)
 def test_answers_are_those_of_a_model_without_a_tier(
     roots: list[Path], tmp_path: Path, redis: RedisServer, serve: Callable[..., Server]
 ) -> None:
@@ -88,6 +89,7 @@ def test_an_id_without_a_row_is_refused_as_without_a_tier(
     assert answer(served(roots[0], "ads"), asked) == answer(served(roots[0], "plain"), asked)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("late", ["default", "error"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_rows_of_a_server_that_is_away_are_late(

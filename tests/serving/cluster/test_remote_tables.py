@@ -107,6 +107,7 @@ def test_answers_are_those_of_one_host(
             assert got == expected
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tables_here", "policy"), [("some", "zero"), ("none", "zero"), ("some", "error")])
 def test_a_device_beside_tables_of_other_hosts(

@@ -25,7 +25,7 @@ def publish(root: Path, folder: Path, kind: str, users: Any, items: Any) -> None
     load(parse_model(raw, folder), root)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_scores_of_strings(root: Path, tmp_path: Path, kind: str) -> None:
     publish(root, tmp_path, "string", USERS, ITEMS)

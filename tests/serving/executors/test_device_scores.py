@@ -134,7 +134,7 @@ def test_scores_alone_bring_no_vectors_to_the_host(
     assert sizes[1] >= 6 * (8 * 4 + 4 * 2)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["host", "zero_copy", "cached", "hybrid"])
 def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -> None:
     """Also tables that the CPU looks up, whose vectors are not on the device."""

@@ -99,6 +99,7 @@ def test_examples_are_of_what_is_served(server: Server) -> None:
     ]
 
 
+@pytest.mark.drawn(0.25)
 def test_examples_of_odd_models(root: Path, tmp_path: Path, start: Callable[..., Server]) -> None:
     """Raw ids, strings, which are known only where any is answered, and a scorer with dense inputs."""
     ids = np.array([-5, 1 << 40, 7])
@@ -131,6 +132,7 @@ def test_no_disk_is_read_for_examples(disk: Path, tmp_path: Path) -> None:
         assert end(server.process) == 0
 
 
+@pytest.mark.drawn(0.25)
 def test_no_model_no_example(root: Path, start: Callable[..., Server]) -> None:
     """Where nothing is served, nothing is made up."""
     (root / "demo").mkdir(parents=True)

@@ -107,7 +107,7 @@ def ask(server: Server, **change: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/score", json=body, timeout=300)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_json_scores(served: Server) -> None:
     answer = ask(served).json()
     assert (answer["model"], answer["version"]) == ("ctr", 1)

@@ -15,7 +15,7 @@ from tableside.loader.deltas.compact import compact
 Start = Callable[..., Any]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_ids_that_went_are_counted(root: Path, tmp_path: Path, start: Start) -> None:
     """By the command that drops them, in lists since the load, and in metrics. The load was years ago."""
     model = publish(tmp_path, root, ttl="30d", max_rows=40)

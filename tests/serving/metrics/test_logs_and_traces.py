@@ -55,7 +55,7 @@ def url_of(out: Path) -> str:
     return next(word for word in out.read_text().split() if word.startswith("http://"))
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_the_log_as_json(root: Path, tmp_path: Path) -> None:
     """Every line is one object, of the supervisor and of workers, tracebacks in it."""
     process, _, err = served(root, tmp_path, "--log-format", "json")

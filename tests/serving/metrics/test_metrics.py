@@ -37,7 +37,7 @@ def sample(text: str, name: str) -> float:
     return float(next(line for line in text.splitlines() if line.startswith(name + " ")).rsplit(" ", 1)[1])
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_every_number_is_there(start: Start) -> None:
     began = time.time() - 1  # a file's time is that of the kernel's last tick
     server = start("--workers", 2)

@@ -29,6 +29,7 @@ def model(disk: Path, tmp_path: Path) -> Model:
     return Model(disk, "m")
 
 
+@pytest.mark.drawn(0.5)
 def test_a_cache_on_a_device_fetches_hot_rows_from_memory(model: Model) -> None:
     """Those that it missed before, also where newer changes lie over them."""
     cached = {"devices": (tables.serve_device(),), "placement": "cached", "hbm_budget": 1 << 20}

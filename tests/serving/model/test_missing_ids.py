@@ -164,7 +164,7 @@ def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> Non
 
 
 @pytest.mark.parametrize("way", ["named", "compact", "v1"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 def test_without_masks_the_answer_is_a_dict_as_ever(served: Server, way: str) -> None:
     """Masks are never sent unasked, by a template or without one; missing ids get the default row all the
     same."""

@@ -96,7 +96,7 @@ def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
     module.check()
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
 @pytest.mark.usefixtures("by_refresh")
 def test_a_module_follows_changes_of_rows(model: str, placement: str) -> None:

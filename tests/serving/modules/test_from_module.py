@@ -78,7 +78,7 @@ class Towers(torch.nn.Module):
         return *pooled, self.words(ids), self.again(ids + 1), self.top(pooled[0])
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(
     "form", [lambda program: program, lambda program: program.run_decompositions()], ids=["exported", "core"]
 )

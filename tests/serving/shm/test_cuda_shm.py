@@ -206,6 +206,7 @@ def test_ids_and_vectors_in_a_region(server: Server, region: Region, expected: C
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_a_request_in_the_same_words_reads_what_is_there_now(
     client: Any, region: Region, expected: Callable[..., Any]
 ) -> None:

@@ -27,6 +27,7 @@ from tableside.serving.http.grpc.door import GrpcDoor
 from tableside.serving.http.grpc.messages import NAME
 
 
+@pytest.mark.drawn(0.5)
 def test_a_stream_that_breaks_off_gives_all_back(start: Callable[..., Server]) -> None:
     """Where its client leaves before it has read an answer."""
     server = start("--grpc-port", 0)
@@ -48,6 +49,7 @@ def test_a_stream_that_breaks_off_gives_all_back(start: Callable[..., Server]) -
     until(lambda: held() == [0.0, 0.0, 1.0], what="the streams' bytes and places")
 
 
+@pytest.mark.drawn(0.5)
 def test_what_is_no_request_ends_nothing(server: Server, channel: grpc.Channel) -> None:
     """Bytes that were changed are an answer, or an error with a status; none is a fault of the server's."""
     whole = infer_request(id="r1")
@@ -75,6 +77,7 @@ def test_what_is_no_request_ends_nothing(server: Server, channel: grpc.Channel) 
     assert len(server.workers()) == 2
 
 
+@pytest.mark.drawn(0.5)
 def test_requests_are_as_large_as_those_of_http(start: Callable[..., Server]) -> None:
     one = start("--grpc-port", 0, "--max-body-bytes", 4096)
     with triton.InferenceServerClient(one.grpc) as client:
