@@ -211,6 +211,8 @@ def test_a_damaged_block_is_an_error_and_no_row(
     table = model.attach().header.tables[0]
     file = model.attach().header.files[0]
     flip_bit(model.folder / "2.1.rows", table.offset - file.offset + 100 * table.row_bytes + 5)
+    found = run_tableside("verify", "m", root=model.root)
+    assert found.returncode == 1 and "table 'big', rows [0, 8192)" in found.stdout
     asked, others = [100, 5000], [5000, 9000]
     with Client(server.url, retries=0) as client:
         with pytest.raises(ClientError, match="of 2 rows to fetch 0 came too late and 1 were damaged") as e:
@@ -230,8 +232,6 @@ def test_a_damaged_block_is_an_error_and_no_row(
         assert model.damaged_versions() == [2]
         metrics = server.get("/metrics").text
         assert re.search(r'tableside_errors_total\{kind="not_read",model="m"\} [1-9]', metrics)
-    found = run_tableside("verify", "m", root=model.root)
-    assert found.returncode == 1 and "table 'big', rows [0, 8192)" in found.stdout
 
 
 @pytest.mark.thorough
