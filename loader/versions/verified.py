@@ -64,7 +64,8 @@ def _verify_once(folder: Folder, segment: Segment, file: SegmentFile, threads: i
         if huge_page_bytes(fd):  # a note would take a page of it
             segment.verify_file(file, threads, rest)
             return time.time()
-        is_ours = take_lock(fd, _WAIT_S)
+        # Shared with those that hold a delta for other hosts, which may go on for long; a reader has it alone
+        is_ours = take_lock(fd) or take_lock(fd, _WAIT_S, is_shared=True)
         if is_ours and (at := _noted(folder, file)) is not None:
             return at
         segment.verify_file(file, threads, rest)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import files_of, flip_bit, rows_of
 
@@ -64,8 +65,6 @@ def test_a_version_is_read_by_the_first_process_alone(model: Model, read: list[s
 
 
 def test_a_delta_is_read_once_as_well(model: Model, read: list[str]) -> None:
-    import numpy as np
-
     apply(model, ChangeBatch(iter([TableChanges("t", np.array([1, 2]), rows_of(2, 8))])))
     for _ in range(3):
         attach_state(model)
@@ -172,6 +171,20 @@ def test_a_process_waits_for_the_one_that_reads(
     for thread in threads:
         thread.join(300)
     assert read == ["1.segment"]
+
+
+def test_who_holds_a_delta_is_not_waited_for(
+    model: Model, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner holds those that other hosts ask for, as long as they do. It is read once, and noted."""
+    monkeypatch.setattr(verified, "_WAIT_S", 0.0)
+    apply(model, ChangeBatch(iter([TableChanges("t", np.array([1, 2]), rows_of(2, 8))])))
+    (delta,) = attach_state(model, verify="header").deltas
+    delta.hold()
+    attach_state(model)
+    assert (model.folder / "1+1.delta.verified").exists()
+    attach_state(model)
+    assert read.count("1+1.delta") == 1
 
 
 @pytest.mark.drawn(0.5)
