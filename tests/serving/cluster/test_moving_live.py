@@ -197,6 +197,8 @@ def test_owners_come_and_go_under_readers(
                 killed(follower)
                 model = Model(folders[host], owner_name("ads", host, before))
                 until(lambda m=model: is_removed(m), what="what the follower started to end")
+                asked = owners[host], f"/v2/rows/{model.name}"  # its name is given again
+                until(lambda a=asked: a[0].get(a[1]).status_code == 404, what="the server to drop it")
             followers, number = new, changes.written
             until(lambda n=number: all(r.error or r.seen >= n for r in readers), what="later changes")
             assert not any(reader.error for reader in readers), [reader.error for reader in readers]
