@@ -7,6 +7,9 @@ One client thread asks for rows of int8 with 64 values, each once, and has them 
 it is for this: a list of keys, and the values joined. Both take turns, and share the machine's cores with
 their servers; so rows by the client's CPU time say what one core of it would give. Every row is compared
 first. Memory: what the servers use for the rows, by the bytes of the rows.
+
+Hot rows: lookups that pool 20 ids a bag, of ids by Zipf's law with 1.05, without a hot segment and with one
+of a tenth of the table's bytes, made from other ids of that law. Every vector is compared first.
 """
 
 import argparse
@@ -22,16 +25,24 @@ from typing import Any
 
 import numpy as np
 import redis
-from common import report, shared_folder
+from common import alternate, report, shared_folder
+from disk_rows import BATCHES, lookup_of
 
+from tableside.loader.hot.counts import MOST, RowCounts
+from tableside.loader.hot.hot import clear_hot, hot_folder
+from tableside.loader.hot.warm import warm
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.redis.reader import RedisRows
 from tableside.loader.versions.versions import Model
+from tableside.quant import choose
 from tableside.quant.rows.fetched import RowsAsked
+from tableside.serving.model.placement import Placer
+from tableside.serving.settings import ServerSettings
 
 DIM, TABLES, ROUNDS, SECONDS, REQUESTS = 64, 26, 3, 1.0, 20
 _AT_ONCE = 10_000  # keys that are written together
+SHARE, ALPHA, COUNTED = 0.1, 1.05, 4_000_000
 
 Request = dict[str, np.ndarray]  # table -> row numbers, ascending
 Read = Callable[[Request], np.ndarray]  # packed rows, table after table
@@ -115,6 +126,38 @@ def compare(readers: dict[str, Read], requests: list[Request]) -> dict[str, Any]
     }
 
 
+def hot(model: Model, table: str, rows: int, row_bytes: int, plain: Any) -> list[dict[str, Any]]:
+    """Lookups with and without a hot segment. plain: the table in memory."""
+    rng, version = np.random.default_rng(1), model.attach(verify="header")
+    ranks, order = np.cumsum(np.arange(1, rows + 1) ** -ALPHA), rng.permutation(rows)
+
+    def draw(n: int) -> Any:
+        return order[ranks.searchsorted(rng.random(n) * ranks[-1])]
+
+    with hot_folder(model.root, model.name) as folder:
+        uses = np.minimum(np.bincount(draw(COUNTED), minlength=rows), MOST).astype(np.uint8)
+        RowCounts.shared(folder, version).add(table, np.arange(rows), uses)
+    try:
+        warm(model, version.header.version, int(SHARE * rows * row_bytes))
+        placed: dict[str, Any] = {
+            name: Placer(ServerSettings(host_cache=size), choose()).place(version).tables[table]
+            for name, size in (("without", 0), ("with", 1 << 40))
+        }
+        is_hot = np.isin(np.arange(rows), placed["with"].hot.numbers())
+        found = []
+        for batch in BATCHES:
+            ids = draw(batch)
+            calls = {name: lookup_of(source, ids) for name, source in placed.items()}
+            assert {call().tobytes() for call in calls.values()} == {lookup_of(plain, ids)().tobytes()}
+            times = alternate(calls, seconds=2.0)
+            rates = {f"{name} it, M rows/s": batch / each / 1e6 for name, each in times.items()}
+            ratio = times["without"] / times["with"]
+            found.append({"ids": batch, "hot": float(is_hot[ids].mean()), **rates, "ratio": ratio})
+        return found
+    finally:
+        clear_hot(model.root, model.name, tuple)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=500_000, help="of the large table")
@@ -161,6 +204,7 @@ def main() -> None:
                 expected = np.concatenate([packed[name][rows] for name, rows in request.items()])
                 assert all(np.array_equal(read(request), expected) for read in readers.values())
             found.append({"rows of a request": title, **compare(readers, requests)})
+        of_hot = hot(Model(base, "ads"), "large", sizes["large"], row_bytes, plain.tables["large"])
         if rows < 500_000:
             os.environ["TRIAL"] = "1"
         report(
@@ -170,6 +214,7 @@ def main() -> None:
             redis=clients[0].info("server")["redis_version"],
             memory_ratio=memory[0],
             mget_memory_ratio=memory[1],
+            hot=of_hot,
         )
 
 

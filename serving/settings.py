@@ -126,10 +126,12 @@ class ServerSettings(RootSettings):
         "as the answer says, or a 503 (error); a 503 where a table has none, or lies under a GPU's cache",
     )
     host_cache: Bytes = Field(
-        0, ge=0, description="memory for the rows used most of each model on a disk, as 8GiB; 0: none"
+        0, ge=0, description="memory for the rows used most of each model on a disk or in Redis; 0: none"
     )
     host_cache_s: float = Field(
-        30.0, gt=0, description="seconds between looks at which rows of a model on a disk are used most"
+        30.0,
+        gt=0,
+        description="seconds between looks at which rows of a model on a disk, or in Redis, are used most",
     )
     poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_behind_s: float = Field(

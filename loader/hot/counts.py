@@ -1,4 +1,5 @@
-"""How often rows on a disk are asked for: a byte a row, in memory that the processes of a host share.
+"""How often rows on a disk or in Redis are asked for: a byte a row, in memory that the processes of a host
+share.
 
     FOLDER/3.counts     of version 3, little-endian:
         offset    bytes
@@ -6,7 +7,7 @@
         8         8       ids that were counted since all counts were halved last, int64
         16        8       the number of the last hot segment that was made, int64: none is given again
         24        8       1: counts of the version before it were taken over, int64
-        4096      R       a byte for each row of its tables on the disk, in their order
+        4096      R       a byte for each row of its tables on the disk and in Redis, in their order
 
 Bit 7 says that the hot segment has the row (`loader.hot.hot`). The others count uses among a sample of the
 ids, STEP for each, so that halving does not forget a single one at once. Processes add without a lock, so
@@ -47,6 +48,11 @@ class Sample(NamedTuple):
 
 
 def counted_tables(version: Segment) -> list[StoredTable]:
+    """Returns the tables whose rows are counted: those on a disk, and in Redis, without a place in a file."""
+    return [*disk_tables(version), *(t.without_rows() for t in version.header.remote if t.redis is not None)]
+
+
+def disk_tables(version: Segment) -> list[StoredTable]:
     """Returns the tables whose rows are read from a disk by their numbers. Not those of raw ids that lie
     beside the rows: they would be read there as well."""
     return [

@@ -1,5 +1,5 @@
-"""The hot segment: the rows of a version on a disk that are used most, in memory that the processes of a host
-share.
+"""The hot segment: the rows of a version on a disk, or in Redis, that are used most, in memory that the
+processes of a host share.
 
     /dev/shm/tableside-hot-UID/HASH/MODEL/3+7.delta     the seventh over version 3 of the root with this hash
     /dev/shm/tableside-hot-UID/HASH/MODEL/3.counts      what it is made from (loader.hot.counts)
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from tableside.loader.segment.stored import StoredIds, StoredTable, hot_part, pl
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder, deltas_of, make_folder
 from tableside.loader.versions.verified import verify_once
+from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.hot import fill_hot
 
@@ -85,7 +87,7 @@ def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> D
     if not all(index.numbered for index in hot.segment.header.indexes):
         return None
     if unknown := set(hot.tables) - {t.name for t in counted_tables(version)}:
-        raise SegmentError(f"{hot.path} has a table {min(unknown)!r}, which is on no disk: remove it")
+        raise SegmentError(f"{hot.path} has a table {min(unknown)!r}, which has no hot rows: remove it")
     if verify == "full":
         verify_once(folder, hot.segment)
     return hot
@@ -122,12 +124,13 @@ def write_hot(
 
 
 def _write(path: Path, fd: int, version: Segment, change: Change, tables: Mapping[str, HotTable]) -> int:
-    ids = dict[str, StoredIds]()
-    for name, table in tables.items():
-        of, count = version.tables[name], table.rows.size
-        index = plan_index(of.row_format, of.dim, count, 1, numbered=of.rows)
-        ids[name] = StoredIds(count, index=index)
-    with write_tables(path, fd, version.header, change, ids, partial(_fill, tables)) as writer:
+    ids, counted = dict[str, StoredIds](), counted_tables(version)
+    for of in (of for of in counted if of.name in tables):
+        count = tables[of.name].rows.size
+        index = plan_index(RowFormat.parse(of.row_format), of.dim, count, 1, numbered=of.rows)
+        ids[of.name] = StoredIds(count, index=index)
+    base = replace(version.header, tables=tuple(counted))
+    with write_tables(path, fd, base, change, ids, partial(_fill, tables)) as writer:
         writer.seal({})
     return writer.size
 

@@ -1,11 +1,12 @@
 """Makes the hot segment of a version from what was counted (`loader.hot.counts`).
 
 The rows that were asked for most, for the bytes that they take, are copied: those of the hot segment before
-it from there, the others from the disk, and all are checked. It is made where it would have a
+it from there, the others from the disk or Redis, and all are checked. It is made where it would have a
 hundredth more of the ids than the one before it. Uses of long ago count less: all counts are halved where
 enough new ones came.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +21,14 @@ from tableside.loader.versions.folder import Folder, deltas_of
 from tableside.loader.versions.versions import Model
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.in_memory import kept_ids
-from tableside.quant.rows.fetched import not_read
+from tableside.quant.rows.fetched import Fetch, not_read
 from tableside.quant.rows.ids import RowMap
 
 _GAIN = 0.01  # of the ids, for which another hot segment is made
 _NEW = 1.5  # ids for each of its rows, after which all counts are halved
 _SLACK_BYTES = 1 << 20  # by which a budget may be missed: whole pages
 _AT_ONCE = 1 << 16  # rows that are read together
+_REDIS_S = 30.0  # that Redis may take for some thousands of rows
 
 
 class Warmed(NamedTuple):
@@ -108,8 +110,8 @@ class _Warming:
 
     def _table(self, name: str, rows: Ids) -> HotTable:
         """Those of the rows that have an id, and are this version's own."""
-        table, read = self._version.tables[name], _RowCopier(self._version, self._tables[name], self._before)
-        row_map = RowMap(table.rows) if table.row_map is None else table.row_map
+        read = _RowCopier(self._version, self._tables[name], self._before)
+        row_map = _row_map(self._version, name) or RowMap(self._tables[name].rows)
         if row_map.index is None:
             has_id = row_map.ids_of(rows)[1]
         else:
@@ -117,11 +119,27 @@ class _Warming:
         return HotTable(rows[has_id & ~row_map.is_backfilled(rows)], read)
 
 
+def _row_map(version: Segment, name: str) -> RowMap | None:
+    """Returns how ids of a table become row numbers; None: they are row numbers."""
+    return version.tables[name].row_map if name in version.tables else None
+
+
+def _fetch_of(version: Segment, name: str) -> Fetch:
+    """Returns what reads a table's rows. MissingBackend: the client of Redis is not installed."""
+    if name in version.readers:
+        return version.readers[name]
+    from tableside.loader.redis.reader import RedisRows  # which needs the client
+
+    remote = tuple(table for table in version.header.remote if table.name == name)
+    rows = RedisRows(remote, version.path.parent, _REDIS_S, lambda outcome, counts: None)
+    return partial(rows.fetch_table, name)
+
+
 class _RowCopier:
-    """Gives packed rows of a table: those of a hot segment from there, the others from the disk."""
+    """Gives packed rows of a table: those of a hot segment from there, the others from the disk or Redis."""
 
     def __init__(self, version: Segment, stored: StoredTable, before: Delta | None) -> None:
-        self._stored, self._fetch = stored, version.readers[stored.name]
+        self._stored, self._fetch = stored, _fetch_of(version, stored.name)
         self._there = np.empty(0, np.int64)
         if before is not None and stored.name in before.tables:
             self._there, self._packed = _hot_rows(before, stored)
@@ -188,7 +206,7 @@ def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) 
         hot = _opened(folder, before)
         stored = {table.name: table for table in counted_tables(before)}
         for name in known.tables.keys() & counts.tables.keys():
-            row_map, uses = before.tables[name].row_map, known.tables[name]
+            row_map, uses = _row_map(before, name), known.tables[name]
             if (index := stored[name].index) is None:
                 used = np.flatnonzero(uses & MOST)
                 ids = used if row_map is None else row_map.ids_of(used)[0]
@@ -200,7 +218,7 @@ def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) 
                 ids = kept_ids(packed, index.id_at)
             else:
                 continue
-            rows = own_rows(version.tables[name].row_map, ids)
+            rows = own_rows(_row_map(version, name), ids)
             is_row = (rows >= 0) & (rows < counts.tables[name].size)
             counts.add(name, rows[is_row], uses[used[is_row]])
         return

@@ -135,6 +135,15 @@ class RedisRows:
             for state, outcome in _OUTCOMES.items():
                 self._count(outcome, [(one.table, states[state])])
 
+    def fetch_table(
+        self, name: str, rows: Ids, out: Bytes, state: NDArray[np.uint8], deadline: float | None
+    ) -> None:
+        """Reads rows of one table, as `quant.rows.fetched.Fetch`."""
+        n, row_bytes = out.shape
+        counts, at = np.array([[n, 0]]), np.array([[0, n * row_bytes]])
+        sizes = np.array([row_bytes])
+        self.fetch(RowsAsked([name], sizes, rows, counts, at, out.reshape(-1), state), deadline)
+
     def is_patient(self, deadline: float) -> bool:
         """Whether who waits until then can tell whether a server hangs."""
         return deadline - time.monotonic() >= min(self._timeout_s, OPENS_S) / 2

@@ -9,6 +9,7 @@ from tableside.loader.checkpoint.rows import LARGEST_DIM
 from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import NAME
 from tableside.loader.model.tiers import ADDRESS, SERVICE, RedisTier
+from tableside.loader.segment.stored import StoredTable
 from tableside.quant import QuantError, RowFormat
 
 _PREFIX = re.compile(r"tableside:[A-Za-z0-9_:-]+:[0-9a-f]{16}:")  # without braces, which name slots
@@ -99,6 +100,12 @@ class RemoteTable:
         """Returns where the rows are in Redis; they are there."""
         assert self.redis is not None
         return self.redis
+
+    def without_rows(self) -> StoredTable:
+        """Returns it as a table of this host, without a place in a file or an id index."""
+        return StoredTable(
+            self.count, self.row_bytes, 0, 1, 0, self.name, self.key, self.row_format, self.dim
+        )
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "RemoteTable":

@@ -5,7 +5,7 @@ lookups say is kept, as clients repeat them."""
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,14 +55,12 @@ class TogetherPlanner(Planner):
         self.number_of = np.where(is_rest, is_rest.cumsum(), (~is_rest).cumsum()) - 1  # among its like
         rest = [kind for kind, table in zip(kinds, self.table_of, strict=True) if table < 0]
         self.rest = backend.planner(rest, threads) if rest else None
-        owners = [table.owners for table in self.tables]
-        self.ends = np.array([one.ends for one in owners], np.int64)
-        self.shapes = np.array(
-            [(of.buckets, of.bucket_ids, t.row_bytes) for of, t in zip(owners, self.tables, strict=True)],
-            np.int64,
-        )
+        self.ends = np.array([table.owners.ends for table in self.tables], np.int64)
+        shapes = [_Shape.of(table, backend.reads_any_rows) for table in self.tables]
+        self.shapes = np.array(shapes, np.int64)
+        self.has_hot, self.notes = any(one.marked for one in shapes), [table.note for table in self.tables]
         # What reads rows anywhere in memory; without it each staging needs a reader of its own
-        self.any_rows = self.reader([_all_memory(t) for t in self.tables]) if backend.reads_any_rows else None
+        self.any_rows = self.reader(list(map(_all_memory, self.tables))) if backend.reads_any_rows else None
         self._forms: dict[bytes, _Form] = {}
 
     def reader(self, tables: Sequence[Table]) -> "MemoryPlanner":
@@ -83,11 +81,39 @@ class TogetherPlanner(Planner):
         return _TogetherPlan(self, form)
 
 
+class _Shape(NamedTuple):
+    """What `_native.split_ids` is told of a table."""
+
+    buckets: int
+    bucket_ids: int
+    row_bytes: int
+    base: int
+    marks: int = 0
+    marked: int = 0
+    first_hot: int = 0
+
+    @classmethod
+    def of(cls, table: AskedTable, reads_any_rows: bool) -> "_Shape":
+        """reads_any_rows: as of a backend; without it there are no hot rows."""
+        base = _base(table) if reads_any_rows else -1
+        shape = cls(table.owners.buckets, table.owners.bucket_ids, table.row_bytes, base)
+        if table.hot is None or not reads_any_rows:
+            return shape
+        marks, _, _, marked = table.hot.native
+        first = (array_address(table.hot.packed) - base) // table.row_bytes
+        return shape._replace(marks=marks, marked=marked, first_hot=first)
+
+
+def _base(table: AskedTable) -> int:
+    """The address from which rows are numbered, so that hot rows have numbers, too."""
+    return BASE + (0 if table.hot is None else (array_address(table.hot.packed) - BASE) % table.row_bytes)
+
+
 def _all_memory(table: AskedTable) -> Table:
-    """A table of such rows from `BASE` on."""
+    """A table of such rows from `_base` on."""
     rows = _ADDRESSES // table.row_bytes
-    packed = np.frombuffer(memoryview(MEMORY), np.uint8, rows * table.row_bytes).reshape(rows, -1)
-    return Table(packed, table.row_format, table.dim)
+    memory = np.frombuffer(memoryview(MEMORY), np.uint8, rows * table.row_bytes, _base(table) - BASE)
+    return Table(memory.reshape(rows, -1), table.row_format, table.dim)
 
 
 class _Form:
@@ -130,12 +156,17 @@ class _TogetherPlan(Plan):
         self.planner, self.form = planner, form
         rest, asks = form.rest_plan, bool(form.jobs.size)
         self.waits = asks or (rest is not None and rest.waits)
-        self.begins_at_once = asks or (rest is not None and rest.begins_at_once)
+        rest_does = rest is not None and rest.begins_at_once
+        self.begins_at_once = (asks and not planner.has_hot) or rest_does
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         if not self.form.jobs.size and self.form.rest_plan is not None:
             return self.form.rest_plan.begin(inputs)
-        return _RowsComing(self, inputs)
+        for ids_at, count, local in self.form.asked.tolist():
+            if (note := self.planner.notes[self.form.used[local]]) is not None:
+                note(np.frombuffer(inputs, np.int64, count, ids_at))
+        coming = _RowsComing(self, inputs)
+        return coming.here() if self.planner.has_hot else coming
 
     def begin_rest(self, inputs: Any) -> tuple[Plan | Waiting | None, BadIds | None]:
         """Begins the other lookups; the error of one of them waits for those of earlier ones."""
@@ -181,12 +212,23 @@ class _RowsComing(Waiting):
         self._plan, self._inputs = plan, inputs
         self._deadline = time.monotonic() + min(table.wait_s for table in plan.planner.tables)
         self._wrong: BadIds | None = None  # the error of one of the other lookups
+        self._is_split = False
+
+    def here(self) -> Plan | Waiting:
+        """Returns the plan to run where all rows are hot, and the other lookups wait for nothing; else
+        itself."""
+        self._split()
+        if self.asked.ids.size or (self._plan.form.rest_plan is not None and self._plan.form.rest_plan.waits):
+            return self
+        return self.wait()
 
     def wait(self, deadline: float | None = None) -> Plan:
         until = self._deadline if deadline is None else min(self._deadline, deadline)
         rest, self._wrong = self._plan.begin_rest(self._inputs)
-        self._split()
-        self._plan.planner.call(self.asked, until)
+        if not self._is_split:
+            self._split()
+        if self.asked.ids.size:
+            self._plan.planner.call(self.asked, until)
         rest = rest.wait(deadline) if isinstance(rest, Waiting) else rest
         unfound, flags = self._settle() if self.asked.state.any() else ({}, None)
         if self._wrong is not None:
@@ -198,9 +240,8 @@ class _RowsComing(Waiting):
         n, groups = int(form.starts[-1]), form.ends.shape[1] + 1
         out = np.empty(form.room, np.uint8)
         distinct, self.at = np.empty(n, np.int64), np.empty(n, np.int64)
-        blocks = np.empty((3, form.used.size, groups), np.int64)
-        base = -1 if self._plan.planner.any_rows is None else BASE
-        given = form.asked, form.shapes, form.ends, distinct, self.at, blocks, out, base
+        blocks, self._is_split = np.empty((3, form.used.size, groups), np.int64), True
+        given = form.asked, form.shapes, form.ends, distinct, self.at, blocks, out
         total = _native.split_ids(self._inputs, *given)
         counts, at, self.firsts = blocks
         state = np.zeros(total, np.uint8)
@@ -211,7 +252,7 @@ class _RowsComing(Waiting):
         """Puts default rows where rows are missing or late. Returns the counts of lookups, and the state of
         each id. RowsNotRead: rows are late, and nothing stands for them. BadIds: an id is missing, and
         refused."""
-        form, tables, state = self._plan.form, self._plan.planner.tables, self.asked.state
+        form, tables = self._plan.form, self._plan.planner.tables
         for n, number in enumerate(form.used.tolist()):
             self._fill(n, tables[number])
         shifts, flags = self.asked.starts - self.firsts, np.empty(self.at.size, np.uint8)
@@ -219,9 +260,7 @@ class _RowsComing(Waiting):
         wrong = [] if self._wrong is None else [self._wrong]
         for n, (job, table) in enumerate(zip(form.jobs.tolist(), form.local.tolist(), strict=True)):
             of_job = slice(form.starts[n], form.starts[n + 1])
-            at = self.at[of_job]
-            owner = self.firsts[table].searchsorted(at, "right") - 1
-            flags[of_job] = state[at + shifts[table, owner]]
+            flags[of_job] = self._flags(self.at[of_job], table, shifts)
             counts = np.bincount(flags[of_job], minlength=len(RowState)).tolist()
             unfound[job] = Unfound(counts[RowState.MISSING], 0, counts[RowState.LATE])
             if counts[RowState.MISSING] and tables[form.used[table]].default is None:
@@ -230,6 +269,18 @@ class _RowsComing(Waiting):
         if wrong:
             self._plan.refuse(min(wrong, key=lambda error: error.job), self._inputs)
         return unfound, flags
+
+    def _flags(self, at: Ids, table: int, shifts: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The state of rows by their numbers. shifts: [tables, owners + 1], to places in `asked`."""
+        shape = _Shape(*self._plan.form.shapes[table].tolist())
+        flags = np.full(at.size, RowState.HERE, np.uint8)
+        came = np.ones(at.size, np.bool_)
+        hot = self._plan.planner.tables[self._plan.form.used[table]].hot
+        if hot is not None and shape.marked:
+            came = (at < shape.first_hot) | (at >= shape.first_hot + len(hot.packed))
+        owner = self.firsts[table].searchsorted(at[came], "right") - 1
+        flags[came] = self.asked.state[at[came] + shifts[table, owner]]
+        return flags
 
     def _fill(self, n: int, table: AskedTable) -> None:
         may_be_late = table.default is not None and table.late_is_default

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.errors import QuantError, RowsNotRead
 from tableside.quant.row_format import RowFormat
+from tableside.quant.rows.hot import HotRows
 from tableside.quant.rows.ids import RowMap
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ class AskedTable:
     there are. name: of the table for `call`, which these tables share; it takes what is asked of each and the
     deadline (`Fetch`). rows: ids with a row. default: the row of other ids, uint8 [row_bytes]; None: they are
     refused. late_is_default: it also stands for rows that are late; else these are an error. wait_s: that a
-    lookup may wait at most."""
+    lookup may wait at most. hot: rows that are in memory, too, of a table whose ids are row numbers. note: is
+    told the ids [n] of each lookup."""
 
     name: str
     rows: int
@@ -150,6 +152,8 @@ class AskedTable:
     default: NDArray[np.uint8] | None = None
     late_is_default: bool = False
     row_map: None = None
+    hot: HotRows | None = None
+    note: Callable[[NDArray[np.int64]], object] | None = None
 
 
 def asked_table(table: Any) -> AskedTable | None:

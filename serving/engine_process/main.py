@@ -24,7 +24,7 @@ from tableside.serving.engine_process.doors import AnswerMemory, Doors, tell
 from tableside.serving.errors import UNUSABLE, ApiError, not_found
 from tableside.serving.executors.admission import overloaded
 from tableside.serving.executors.batching import Batcher
-from tableside.serving.metrics.disk import count_reads, count_remote
+from tableside.serving.metrics.disk import count_reads, count_remote, count_sample
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import Buffer
@@ -60,7 +60,11 @@ class EngineHost:
         self._settings, self._listening, self._registry = settings, listening, registry
         self.started = self.is_ending = False
         self._placer = Placer(
-            settings, choose(settings.backend), count_reads=count_reads, count_remote=count_remote
+            settings,
+            choose(settings.backend),
+            count_reads=count_reads,
+            count_remote=count_remote,
+            count_sample=count_sample,
         )
         self._engines: dict[int, Engine] = {}  # by the key of the model
         self._layouts: WeakKeyDictionary[ServedVersion, DescribedRequests] = WeakKeyDictionary()

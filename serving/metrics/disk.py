@@ -1,6 +1,7 @@
 """Counts of rows that are read from a disk (loader.segment.blocks), or from other hosts (serving.cluster)."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from tableside.loader.segment.blocks import BlockReader
 from tableside.serving.metrics.counters import Counter, Histogram, add_all
@@ -33,7 +34,8 @@ _GIVEN_ROWS = Counter("tableside_given_rows_total", "Rows that other hosts were 
 
 _SAMPLED = Counter(
     "tableside_hot_ids_total",
-    "A sample of the ids of tables on a disk, by whether the hot segment has their rows: yes or no.",
+    "A sample of the ids of tables on a disk or in Redis, by whether the hot segment has their rows: yes or "
+    "no.",
     ["model", "table", "hot"],
 )
 
@@ -49,6 +51,12 @@ def count_given(model: str, rows: int) -> None:
     _GIVEN_ROWS.labels(model).inc(rows)
 
 
+def count_sample(model: str, table: str, ids: int, found: int) -> None:
+    """Counts a sample of ids, and those of them whose row the hot segment has."""
+    _SAMPLED.labels(model, table, "yes").inc(found)
+    _SAMPLED.labels(model, table, "no").inc(ids - found)
+
+
 def count_reads(reader: BlockReader, model: str, table: str) -> None:
     """Has a reader's rows and waits counted, on any thread."""
 
@@ -56,9 +64,5 @@ def count_reads(reader: BlockReader, model: str, table: str) -> None:
         if rows:
             _ROWS.labels(model, table, source).inc(rows)
 
-    def count_sample(ids: int, found: int) -> None:
-        _SAMPLED.labels(model, table, "yes").inc(found)
-        _SAMPLED.labels(model, table, "no").inc(ids - found)
-
     reader.count, reader.count_wait = count, _SECONDS.labels(model, table).observe
-    reader.count_sample = count_sample
+    reader.count_sample = partial(count_sample, model, table)

@@ -1,21 +1,22 @@
-"""Tables on a disk whose rows a process reads one by one, and the hot segments that it reads over them."""
+"""Tables on a disk whose rows a process reads one by one, and the hot segments that it reads over them, and
+over those in Redis."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.hot.counts import RowCounts, counted_tables, counts_name
+from tableside.loader.hot.counts import RowCounts, counted_tables, counts_name, disk_tables
 from tableside.loader.hot.hot import hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.segment.blocks import BlockReader
+from tableside.loader.segment.delta import Delta
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Bytes, Ids, Table
 from tableside.quant.gpu.residence.registry import is_by_cpu, read_from_disk
-from tableside.quant.rows.fetched import RowReader
+from tableside.quant.rows.fetched import AskedTable, RowReader
 from tableside.quant.rows.hot import HotRows
 from tableside.quant.rows.ids import RowMap
 from tableside.serving.settings import ServerSettings
@@ -38,7 +39,7 @@ class DiskTables:
         base, found = segment.base, {}
         timeout_s = base.header.row_timeout_s(self._settings.disk_timeout_s)
         of_disk = set(read_from_disk(kinds))
-        for table in (table for table in counted_tables(base) if table.name in of_disk):
+        for table in (table for table in disk_tables(base) if table.name in of_disk):
             name, ids = table.name, table.ids
             reader = base.readers[name]
             self._count_reads(reader, base.header.model, name)
@@ -47,7 +48,9 @@ class DiskTables:
             row = None if ids is None or not is_by_cpu(kinds[name]) else ids.default_row
             default = self._default_row(reader, row, name)  # under a GPU's cache late rows are errors
             calls = reader, reader.ready, timeout_s, reader.away, reader.ask, default
-            found[name] = RowReader(*calls, self.hot.counter(base, name), reader.read_in_place)
+            row_map = base.tables[name].row_map
+            note = self.hot.counter(base, name, row_map, reader.count_sample)
+            found[name] = RowReader(*calls, note, reader.read_in_place)
         return found
 
     def _default_row(
@@ -63,7 +66,7 @@ class DiskTables:
     def checked(self, segment: Segment, kinds: Mapping[str, str]) -> frozenset[str]:
         """Returns the tables whose rows are checked as they are read; says which others on a disk the CPU
         reads where they are mapped."""
-        stored = frozenset(table.name for table in counted_tables(segment.base))
+        stored = frozenset(table.name for table in disk_tables(segment.base))
         for name in segment.base.readers.keys() - stored:
             if not is_by_cpu(kinds[name]):
                 continue
@@ -73,13 +76,6 @@ class DiskTables:
                 name,
             )
         return stored.intersection(read_from_disk(kinds))
-
-
-class HotTables(NamedTuple):
-    """Tables under the hot segment with this number; 0: there is none."""
-
-    number: int
-    tables: Mapping[str, Table]
 
 
 class HotSegments:
@@ -103,26 +99,38 @@ class HotSegments:
         """Returns the number of the hot segment that is there; 0: none."""
         return newest_hot(_root(version), version) if self._settings.host_cache else 0
 
-    def over(self, segment: Segment, tables: Collection[str]) -> HotTables:
-        """Returns a state's tables, those that are named under the newest hot segment."""
-        number = self.newest(segment.base) if tables else 0
-        opened = self._opened(segment.base, number) if number else {}
+    def over(self, segment: Segment, tables: Collection[str], number: int) -> Mapping[str, Table]:
+        """Returns a state's tables, those that are named under the hot segment with this number; 0: none."""
+        opened = self._opened(segment.base, number) if number and tables else {}
         hot = {name: _with_hot(segment.tables[name], opened[name]) for name in tables if name in opened}
-        return HotTables(number, {**segment.tables, **hot})
+        return {**segment.tables, **hot}
 
-    def counter(self, version: Segment, table: str) -> Callable[[Ids], object] | None:
-        """Returns what counts ids of a table; None: none are counted."""
+    def over_asked(
+        self, version: Segment, tables: Mapping[str, AskedTable], number: int, told: Callable[..., object]
+    ) -> dict[str, AskedTable]:
+        """Returns the tables in Redis under the hot segment with this number, and counted; others as they
+        are. told: takes samples of the ids, behind the table."""
+        counted = {t.name for t in counted_tables(version)} & tables.keys()
+        opened = self._opened(version, number) if number and counted else {}
+        notes = {name: self.counter(version, name, None, partial(told, name)) for name in counted}
+        under = {name: replace(tables[name], hot=opened.get(name), note=notes[name]) for name in counted}
+        return {**tables, **under}
+
+    def counter(
+        self, version: Segment, table: str, row_map: RowMap | None, told: Callable[[int, int], object]
+    ) -> Callable[[Ids], object] | None:
+        """Returns what counts ids of a table; None: none are counted. told: of a sample, ids and hot ones."""
         if not self._settings.host_cache:
             return None
         if version not in self._counts:
             self._counts[version] = self._shared(version)
         if (counts := self._counts[version]) is None:
             return None
-        count, reader = counts.counter(table, version.tables[table].row_map), version.readers[table]
+        count = counts.counter(table, row_map)
 
         def noted(ids: Ids) -> None:
             if (sample := count(ids)).ids:
-                reader.count_sample(*sample)
+                told(*sample)
 
         return noted
 
@@ -147,7 +155,7 @@ class HotSegments:
             try:
                 with hot_folder(_root(version), version.header.model) as folder:
                     if (hot := open_hot(folder, version, number, self._settings.verify)) is not None:
-                        opened = {name: hot.hot_rows(name, version.tables[name]) for name in hot.tables}
+                        opened = {name: _rows_of(hot, version, name) for name in hot.tables}
             except (LoaderError, OSError) as error:
                 logger.error("the hot rows of %s are not read: %s", version.header.model, error)
             self._rows[version] = number, opened
@@ -156,6 +164,13 @@ class HotSegments:
 
 def _root(version: Segment) -> Path:
     return version.path.parent.parent
+
+
+def _rows_of(hot: Delta, version: Segment, name: str) -> HotRows:
+    """Returns the hot rows of a table, beside its own if these are in a file of this host."""
+    if name in version.tables:
+        return hot.hot_rows(name, version.tables[name])
+    return hot.own_hot_rows(name, next(t.rows for t in counted_tables(version) if t.name == name))
 
 
 def _with_hot(table: Table, hot: HotRows) -> Table:

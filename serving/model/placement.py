@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tableside.loader.hot.counts import counted_tables
+from tableside.loader.hot.counts import disk_tables
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
@@ -56,7 +56,8 @@ class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
     given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. on_disk: beside
     a GPU the CPU may look up tables on a disk, and on other hosts. count_reads: is given what reads rows from
-    a disk, the model and the table. count_remote: takes the counts of `RemoteTables`, behind the model."""
+    a disk, the model and the table. count_remote: takes the counts of `RemoteTables`, behind the model.
+    count_sample: takes those of samples of ids for tables in Redis, behind the model and the table."""
 
     def __init__(
         self,
@@ -68,10 +69,11 @@ class Placer:
         on_disk: bool = True,
         count_reads: Callable[[BlockReader, str, str], object] = lambda reader, model, table: None,
         count_remote: Callable[..., object] = lambda model, outcome, rows: None,
+        count_sample: Callable[..., object] = lambda model, table, ids, hot: None,
     ) -> None:
         self.gpu: GpuBackend | None = None
         self._stashable, self._ahead, self._on_disk = stashable, ahead, on_disk
-        self._count_remote = count_remote
+        self._count_remote, self._count_sample = count_remote, count_sample
         self._settings, self.cpu = settings, cpu
         self.disk = DiskTables(settings, count_reads)
         self._budget = self._held = 0
@@ -111,7 +113,7 @@ class Placer:
     def kinds(self, segment: Segment, replaced: Placements | None = None) -> Mapping[str, str]:
         """Returns the kind of residence that each table would have now. ServingError: the budget does not
         hold them."""
-        stored = {table.name for table in counted_tables(segment.base)}
+        stored = {table.name for table in disk_tables(segment.base)}
         if self.gpu is None:
             placement = self._settings.placement
             return {name: without_device(placement, name in stored) for name in segment.tables}
@@ -123,7 +125,7 @@ class Placer:
     ) -> dict[str, str]:
         from tableside.quant.gpu.residence import plan
 
-        may_stay = {t.name for t in counted_tables(segment.base)} if self._on_disk else set()
+        may_stay = {t.name for t in disk_tables(segment.base)} if self._on_disk else set()
         sizes = [size_of(t)._replace(is_stored=t.name in may_stay) for t in segment.header.tables]
         kinds = plan.choose(sizes, self._settings.placement, left, gpu.launcher, stay)
         plan.check_padding(sizes, kinds)  # before a cache takes the budget
@@ -151,52 +153,62 @@ class Placer:
             if replaced is not None:
                 self._warm(base, replaced.base)
         placed = self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
-        return self._beside_remote(segment, self._under_hot(segment, placed))
+        number = self.disk.hot.newest(segment.base)
+        return self._beside_remote(segment, self._under_hot(segment, placed, number), number)
 
     def _place_on_host(self, segment: Segment, kinds: Mapping[str, str]) -> Placements:
         readers = self.disk.readers(segment, kinds)
-        hot = self.disk.hot.over(segment, readers)
+        number = self.disk.hot.newest(segment.base)
+        tables = self.disk.hot.over(segment, readers, number)
         on_host: dict[str, RowSource] = {
-            name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
+            name: residence(kind).without_device(readers.get(name)).source(tables[name])
             for name, kind in kinds.items()
         }
-        remote = self.remote(segment)
+        remote = self._remote(segment, number)
         on_host |= remote
         kinds = {**kinds, **dict.fromkeys(remote, ELSEWHERE)}
-        is_counted = any(reader.note is not None for reader in readers.values())
-        return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
+        notes = [*(one.note for one in readers.values()), *(one.note for one in remote.values())]
+        is_counted = any(note is not None for note in notes)
+        return Placements(kinds, on_host=on_host, hot=number, is_counted=is_counted)
 
-    def remote(self, segment: Segment) -> dict[str, AskedTable]:
-        """Returns a state's tables whose rows other hosts have, or Redis, by name."""
+    def _remote(self, segment: Segment, number: int) -> dict[str, AskedTable]:
+        """Returns a state's tables whose rows other hosts have, or Redis, by name. number: of the hot
+        segment."""
         if not segment.header.remote:
             return {}
-        return remote_sources(segment, self._settings, partial(self._count_remote, segment.header.model))
+        model = segment.header.model
+        tables = remote_sources(segment, self._settings, partial(self._count_remote, model))
+        return self.disk.hot.over_asked(segment.base, tables, number, partial(self._count_sample, model))
 
-    def _beside_remote(self, segment: Segment, placed: Placements) -> Placements:
-        """The same with the tables whose rows the CPU asks for."""
+    def _beside_remote(self, segment: Segment, placed: Placements, number: int) -> Placements:
+        """The same with the tables whose rows the CPU asks for. number: of the hot segment."""
         from tableside.quant.gpu.residence.tables import looked_up_by_cpu
 
-        if not (remote := self.remote(segment)):
+        if not (remote := self._remote(segment, number)):
             return placed
         tables = {**placed.on_gpu, **{name: looked_up_by_cpu(asked) for name, asked in remote.items()}}
-        return placed.with_tables(tables, {**placed.placements, **dict.fromkeys(remote, ELSEWHERE)})
+        kinds = {**placed.placements, **dict.fromkeys(remote, ELSEWHERE)}
+        is_counted = placed.is_counted or any(asked.note is not None for asked in remote.values())
+        return placed.with_tables(tables, kinds, hot=number, is_counted=is_counted)
 
-    def _under_hot(self, segment: Segment, placed: Placements) -> Placements:
-        """The same with the tables that are read from a disk under the newest hot segment."""
+    def _under_hot(self, segment: Segment, placed: Placements, number: int) -> Placements:
+        """The same with the tables that are read from a disk under the hot segment with this number."""
         if not (stored := read_from_disk(placed.placements)):
             return placed
-        hot = self.disk.hot.over(segment, stored)
-        base = self.disk.hot.over(segment.base, stored)  # a device finds changes before rows are missing
+        hot = self.disk.hot.over(segment, stored, number)
+        base = self.disk.hot.over(
+            segment.base, stored, number
+        )  # a device finds changes before rows are missing
         tables, is_counted = dict(placed.on_gpu), False
         for name in stored:
             held = tables[name].residence
-            source = held.source((base if held.is_on_device else hot).tables[name])
+            source = held.source((base if held.is_on_device else hot)[name])
             if held.is_on_device:
                 held.read_from(source)
             else:
                 tables[name] = replace(tables[name], host=source)
             is_counted |= isinstance(source, FetchedTable) and source.reader.note is not None
-        return placed.with_tables(tables, hot=hot.number, is_counted=is_counted)
+        return placed.with_tables(tables, hot=number, is_counted=is_counted)
 
     def has_hotter(self, segment: Segment, placed: Placements) -> bool:
         """Returns whether another hot segment is there than the one that a placed state reads, or other

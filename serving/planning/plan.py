@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tableside.loader.hot.counts import counted_tables
+from tableside.loader.hot.counts import disk_tables
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Table
@@ -209,7 +209,7 @@ class _Tables(NamedTuple):
 
     @classmethod
     def of(cls, segment: Segment) -> "_Tables":
-        stored = {table.name for table in counted_tables(segment.base)}
+        stored = {table.name for table in disk_tables(segment.base)}
         tables = {name: table for name, table in segment.tables.items() if not stored or name in stored}
         features = {f.name: f.table for f in segment.header.features if f.table in tables}
         if not features:

@@ -26,7 +26,7 @@ from tableside.serving.executors.executors import CpuExecutor
 from tableside.serving.executors.pending import Readers
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.counters import Now
-from tableside.serving.metrics.disk import count_reads, count_remote
+from tableside.serving.metrics.disk import count_reads, count_remote, count_sample
 from tableside.serving.metrics.metrics import ERRORS
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -102,7 +102,13 @@ class Service:
             return Engine.of(
                 self.settings,
                 name,
-                Placer(self.settings, self._backend, count_reads=count_reads, count_remote=count_remote),
+                Placer(
+                    self.settings,
+                    self._backend,
+                    count_reads=count_reads,
+                    count_remote=count_remote,
+                    count_sample=count_sample,
+                ),
             )
         return DoorEngine(
             self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings

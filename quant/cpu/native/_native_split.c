@@ -1,13 +1,14 @@
-/* split_ids(inputs, jobs, tables, ends, distinct, at, blocks, staging, base): the different ids that lookups
+/* split_ids(inputs, jobs, tables, ends, distinct, at, blocks, staging): the different ids that lookups
  *   ask of tables, owner after owner, of each table after table, at last those without an owner; and places
  *   for their rows. jobs: int64 [jobs, 3], where the ids of a lookup lie in inputs, how many, and the number
- *   of its table, which ascends; tables: int64 [tables, 3], buckets (0: ids are row numbers), bucket_ids (as
- *   in a row map), and row_bytes; ends: int64 [tables, owners], the row number or bucket after the last of
- *   each; distinct: int64 [ids]; at: int64 [ids], the number of the row of each, lookup after lookup; blocks:
- *   int64 [3, tables, owners + 1], different ids, the byte in staging of the first one's row, and its number;
- *   staging: room for the rows. base: the address from which a table's rows are numbered; below 0: they are
- *   numbered from 0, in the order of owners
- *   -> how many different ids there are
+ *   of its table, which ascends; tables: int64 [tables, 7], buckets (0: ids are row numbers), bucket_ids (as
+ *   in a row map), row_bytes, base, the address from which rows are numbered (below 0: from 0 on, in the
+ *   order of owners), and of hot rows (quant/rows/hot.py), which are asked of nobody, address of the marks,
+ *   row numbers that there are marks of (0: none are hot), and the number of the first one; ends: int64
+ *   [tables, owners], the row number or bucket after the last of each; distinct: int64 [ids]; at: int64
+ *   [ids], the number of the row of each, lookup after lookup; blocks: int64 [3, tables, owners + 1],
+ *   different ids, the byte in staging of the first one's row, and its number; staging: room for the rows
+ *   -> how many different ids there are, without hot ones
  * The rows of one owner lie one after another, but for gaps where base wants them. Before them is room for a
  * byte for each, rounded up to 8, and behind them for 8 bytes. It releases the interpreter's lock. */
 #include <stdlib.h>
@@ -17,7 +18,7 @@
 #include "_native_index.h"
 
 typedef struct { int64_t ids_at, n, table; } asking;
-typedef struct { int64_t buckets, bucket_ids, row_bytes; } asked_table;
+typedef struct { int64_t buckets, bucket_ids, row_bytes, base, marks, marked, first_hot; } asked_table;
 
 typedef struct {
     const asked_table *table;
@@ -60,10 +61,26 @@ static uint64_t secret(void) {
     return found;
 }
 
-/* Adds a lookup's ids; at: the place of each in the order in which they come first, from `first` on. */
+/* The number of a hot row; -1: it is none. */
+static int64_t hot_number(const asked_table *t, int64_t row) {
+    if ((uint64_t)row >= (uint64_t)t->marked) return -1;
+    const uint64_t *const word = (const uint64_t *)(intptr_t)t->marks + 2 * (row >> 6);
+    const uint64_t bit = (uint64_t)1 << (row & 63);
+    return word[0] & bit ? t->first_hot + (int64_t)word[1] + __builtin_popcountll(word[0] & (bit - 1)) : -1;
+}
+
+/* Adds a lookup's ids; at: the place of each in the order in which they come first, from `first` on; of hot
+ * rows ~ their number. */
 static void add_ids(splitting *s, const uint8_t *ids, int64_t n, int64_t first, int64_t *at) {
     for (int64_t i = 0; i < n; i++) {
         const int64_t id = load_i64(ids + 8 * i);
+        if (s->table->marked) {
+            const int64_t number = hot_number(s->table, id);
+            if (number >= 0) {
+                at[i] = ~number;
+                continue;
+            }
+        }
         uint64_t slot = mix_id((uint64_t)id ^ s->key) >> 32 & s->mask;
         while (s->slots[slot] && s->ids[s->slots[slot] - 1] != id) slot = (slot + 1) & s->mask;
         if (!s->slots[slot]) {
@@ -80,14 +97,14 @@ static void add_ids(splitting *s, const uint8_t *ids, int64_t n, int64_t first, 
 typedef struct { int64_t *counts, *bytes, *numbers, tables, groups; } block_table;
 
 /* Places the rows of each owner; returns the bytes that they take. address: of the staging. */
-static int64_t place_blocks(const block_table *b, const asked_table *tables, int64_t address, int64_t base) {
+static int64_t place_blocks(const block_table *b, const asked_table *tables, int64_t address) {
     int64_t at = 0;
     for (int64_t owner = 0; owner < b->groups; owner++) {
         int64_t ids = 0;
         for (int64_t t = 0; t < b->tables; t++) ids += b->counts[t * b->groups + owner];
         at += (ids + 7) / 8 * 8;
         for (int64_t t = 0; t < b->tables; t++) {
-            const int64_t k = t * b->groups + owner, row_bytes = tables[t].row_bytes;
+            const int64_t k = t * b->groups + owner, row_bytes = tables[t].row_bytes, base = tables[t].base;
             if (base >= 0 && b->counts[k])
                 at += row_bytes - 1 - (address + at - base + row_bytes - 1) % row_bytes;
             b->bytes[k] = at;
@@ -121,7 +138,7 @@ static void order_by_owner(const block_table *b, const int64_t *ids, int64_t *ow
         }
     }
     const int64_t *const numbers = owner_of - start;
-    for (int64_t i = 0; i < asked; i++) at[i] = numbers[at[i]];
+    for (int64_t i = 0; i < asked; i++) at[i] = at[i] < 0 ? ~at[i] : numbers[at[i]];
 }
 
 /* Whether jobs lie in the inputs, name tables in ascending order, and have `ids` ids together. */
@@ -137,12 +154,14 @@ static int are_sound(const asking *jobs, int64_t count, int64_t tables, int64_t 
     return !left;
 }
 
-/* Whether the tables are ones; most: gets the most ids that lookups ask of one. */
-static int are_tables(const asked_table *tables, int64_t of_tables, const asking *jobs, int64_t count,
-                      int64_t *most) {
+/* Whether the tables are ones; address: of the staging; most: gets the most ids that lookups ask of one. */
+static int are_tables(const asked_table *tables, int64_t of_tables, int64_t address, const asking *jobs,
+                      int64_t count, int64_t *most) {
     for (int64_t t = 0; t < of_tables; t++)
         if (tables[t].buckets < 0 || tables[t].buckets & (tables[t].buckets - 1) || tables[t].bucket_ids < 0
-            || tables[t].row_bytes < 1 || tables[t].row_bytes > INT32_MAX)
+            || tables[t].row_bytes < 1 || tables[t].row_bytes > INT32_MAX || tables[t].base > address
+            || tables[t].marked < 0
+            || (tables[t].marked && (!tables[t].marks || tables[t].buckets || tables[t].first_hot < 0)))
             return 0;
     for (int64_t k = 0, of = 0; k < count; k++) {
         of = (k && jobs[k].table == jobs[k - 1].table ? of : 0) + jobs[k].n;
@@ -154,9 +173,9 @@ static int are_tables(const asked_table *tables, int64_t of_tables, const asking
 PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     arguments all;
-    if (!take_arguments("split_ids", "bbbbwwwwi", args, n, &all)) return NULL;
+    if (!take_arguments("split_ids", "bbbbwwww", args, n, &all)) return NULL;
     const Py_buffer *inputs = all.b, *b = all.b + 1;
-    const int64_t base = all.n[0];
+    const int64_t address = (int64_t)(intptr_t)b[6].buf;
     const asking *jobs = b[0].buf;
     const asked_table *tables = b[1].buf;
     const int64_t count = b[0].len / (int64_t)sizeof *jobs, of_tables = b[1].len / (int64_t)sizeof *tables,
@@ -164,8 +183,8 @@ PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t most = 0, total = 0, taken = 0;
     if (!of_tables || owners <= 0 || b[2].len != 8 * of_tables * owners || b[4].len != b[3].len
         || b[5].len != 3 * 8 * of_tables * groups || ids >= UINT32_MAX / 4
-        || base > (int64_t)(intptr_t)b[6].buf || !are_sound(jobs, count, of_tables, ids, inputs->len)
-        || !are_tables(tables, of_tables, jobs, count, &most))
+        || !are_sound(jobs, count, of_tables, ids, inputs->len)
+        || !are_tables(tables, of_tables, address, jobs, count, &most))
         return unsound(&all, "split_ids");
     uint64_t slots = 64;
     while (slots < 2 * (uint64_t)most) slots *= 2;
@@ -197,7 +216,7 @@ PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         }
         total += s.different;
     }
-    taken = place_blocks(&blocks, tables, (int64_t)(intptr_t)b[6].buf, base);
+    taken = place_blocks(&blocks, tables, address);
     order_by_owner(&blocks, own, owner_of, room, b[3].buf, b[4].buf, ids);
     Py_END_ALLOW_THREADS
     free(memory);

@@ -162,7 +162,7 @@ def inspect(options: argparse.Namespace) -> int:
     if (disk := _on_disk(segment)) is not None:
         hot = f"{disk['hot_rows']:,} rows, {mb(disk['hot_bytes'])}" if disk["hot_rows"] else "none"
         console.print(
-            f"rows of {', '.join(disk['tables'])} are read from a disk, {mb(disk['bytes'])}; "
+            f"rows of {', '.join(disk['tables'])} are read from a disk or Redis, {mb(disk['bytes'])}; "
             f"in a hot segment: {hot}"
         )
     for table in _tables(h):
@@ -171,7 +171,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def _on_disk(segment: Segment) -> dict[str, Any] | None:
-    """Returns which tables are read from a disk by rows, and what is hot of them; None: none are."""
+    """Returns which tables are read from a disk or Redis by rows, and what is hot of them; None: none are."""
     version, hot = segment.base, None
     if not (tables := counted_tables(version)):
         return None

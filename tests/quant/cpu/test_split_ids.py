@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tableside.quant.cpu import _native
+from tableside.quant.rows.hot import HotRows, fill_hot, hot_words
 from tableside.quant.rows.ids import bucket_of
 
 pytestmark = pytest.mark.quick
@@ -17,13 +18,17 @@ ROW_BYTES = (8, 12, 68, 8)
 
 
 def split(inputs: Any, jobs: Any, tables: Any, ends: Any, base: int) -> tuple[np.ndarray, ...]:
+    return split_of(inputs, jobs, [(*table, base, 0, 0, 0) for table in tables], ends)
+
+
+def split_of(inputs: Any, jobs: Any, tables: Any, ends: Any) -> tuple[np.ndarray, ...]:
     jobs, tables = np.array(jobs, np.int64).reshape(-1, 3), np.array(tables, np.int64)
     n, groups = int(jobs[:, 1].sum()), ends.shape[1] + 1
     distinct, at = np.empty(n, np.int64), np.empty(n, np.int64)
     blocks = np.empty((3, len(tables), groups), np.int64)
     room = n * (1 + tables[:, 2].max()) + groups * (16 + int(tables[:, 2].sum()))
     staging = np.empty(room + 1, np.uint8)[1:]  # at an odd address
-    total = _native.split_ids(inputs, jobs, tables, ends, distinct, at, blocks, staging, base)
+    total = _native.split_ids(inputs, jobs, tables, ends, distinct, at, blocks, staging)
     return distinct[:total], at, blocks, staging
 
 
@@ -78,6 +83,29 @@ def test_each_id_is_asked_of_its_owner_once(owners: int, n: int, base: int) -> N
     assert end <= staging.size
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_hot_rows_are_asked_of_nobody(share: float) -> None:
+    """They have the numbers that `HotRows` specifies; of the others each is asked for once, as ever."""
+    draw, rows = np.random.default_rng(3), 1000
+    marked = np.flatnonzero(draw.random(rows) < share)
+    marks = np.zeros((hot_words(rows), 2), np.uint64)
+    fill_hot(marked, marks)
+    packed = np.zeros((max(1, marked.size), 12), np.uint8)
+    base = packed.ctypes.data % 12
+    hot = HotRows(marks, packed, (packed.ctypes.data - base) // 12)
+    address, first, _, numbered = hot.native
+    ids = np.concatenate((draw.integers(-50, 1100, 3000), EXTREMES))
+    tables, jobs = [(0, 0, 12, base, address, numbered, first)], [(0, ids.size, 0)]
+    distinct, at, (counts, _, firsts), _ = split_of(ids.tobytes(), jobs, tables, np.array([[rows]]))
+    is_hot = np.isin(ids, marked)
+    np.testing.assert_array_equal(at[is_hot], hot.place(ids[is_hot]))
+    assert set(distinct.tolist()) == set(ids[~is_hot].tolist()) and distinct.size == counts.sum()
+    own = int(counts[0, 0])
+    numbers = np.concatenate((firsts[0, 0] + np.arange(own), firsts[0, 1] + np.arange(counts[0, 1])))
+    order = numbers.argsort()
+    np.testing.assert_array_equal(distinct[order][numbers[order].searchsorted(at[~is_hot])], ids[~is_hot])
+
+
 WRONG = {
     "ids behind the inputs": {"jobs": [(8, 4, 0)]},
     "a negative place": {"jobs": [(-8, 4, 0)]},
@@ -92,6 +120,10 @@ WRONG = {
     "rows without bytes": {"tables": [(0, 0, 0)]},
     "rows beyond the room": {"tables": [(0, 0, 16)]},
     "a base behind the room": {"base": 1 << 60},
+    "marks nowhere": {"hot": (0, 64, 0)},
+    "marks of fewer rows than none": {"hot": (1, -1, 0)},
+    "a hot row before the first number": {"hot": (1, 64, -1)},
+    "marks of raw ids": {"tables": [(2, 0, 8)], "hot": (1, 64, 0)},
     "no table": {"tables": [], "jobs": []},
     "ends of another table": {"ends": np.array([[1, 2], [3, 4]])},
     "no owner": {"ends": np.empty((1, 0), np.int64)},
@@ -100,12 +132,20 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_buffers_that_do_not_belong_together_are_refused(case: str) -> None:
-    said = {"jobs": [(0, 4, 0)], "tables": [(0, 0, 8)], "ends": np.array([[10]]), "base": 0, **WRONG[case]}
-    jobs, tables = np.array(said["jobs"], np.int64), np.array(said["tables"], np.int64)
+    said = {
+        "jobs": [(0, 4, 0)],
+        "tables": [(0, 0, 8)],
+        "ends": np.array([[10]]),
+        "base": 0,
+        "hot": (0, 0, 0),
+        **WRONG[case],
+    }
+    jobs = np.array(said["jobs"], np.int64)
+    tables = np.array([(*t, said["base"], *said["hot"]) for t in said["tables"]], np.int64)
     distinct, at, blocks = np.empty(4, np.int64), np.empty(4, np.int64), np.empty((3, 1, 2), np.int64)
     if len(tables) == 2:
         blocks, said["ends"] = np.empty((3, 2, 2), np.int64), np.array([[10], [10]])
     staging = np.empty(56, np.uint8)
-    given = jobs, tables, said["ends"], distinct, at, blocks, staging, said["base"]
+    given = jobs, tables, said["ends"], distinct, at, blocks, staging
     with pytest.raises(ValueError, match="do not belong together"):
         _native.split_ids(np.arange(4), *given)
