@@ -17,10 +17,10 @@ that a few uses are lost.
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.folder import Folder
 from tableside.quant.contract import Ids
 from tableside.quant.cpu.index_builder import count_rows, place_rows
+from tableside.quant.rows.fetched import Note
 from tableside.quant.rows.ids import RowMap
 
 HOT, MOST, STEP = 0x80, 0x7F, 8  # the bit of a row in the hot segment; the largest count; what one use adds
@@ -38,13 +39,6 @@ _SAMPLED_S, _BURST = 210_000, 42_000  # ids that a process counts in a second, a
 _AT_ONCE = 1 << 24  # counts that are looked at together
 
 Counts = NDArray[np.uint8]
-
-
-class Sample(NamedTuple):
-    """Ids that were counted, and how many of them the hot segment had."""
-
-    ids: int
-    hot: int
 
 
 def counted_tables(version: Segment) -> list[StoredTable]:
@@ -116,20 +110,33 @@ class RowCounts:
         assert opened is not None
         return opened
 
-    def counter(self, table: str, row_map: RowMap | None) -> "partial[Sample]":
-        """Returns what counts ids [n] of a table, as many as a process counts."""
-        return partial(self._count, self.tables[table], row_map)
+    def counter(
+        self, table: str, row_map: RowMap | None, told: Callable[[int, int], object] = lambda ids, hot: None
+    ) -> Note:
+        """Returns what counts ids of a table, as many as a process counts. told: of ids that were counted,
+        and how many of them the hot segment has."""
+        return partial(self._count, self.tables[table], row_map, told)
 
-    def _count(self, counts: Counts, row_map: RowMap | None, ids: Ids) -> Sample:
-        now = time.monotonic()
-        self._left = min(float(_BURST), self._left + _SAMPLED_S * (now - self._looked_at))
-        self._looked_at = now
-        if self._left < 0:
-            return Sample(0, 0)
-        self._left -= ids.size
-        sample = Sample(*count_rows(counts, own_rows(row_map, ids), MOST, STEP))
-        self._sampled += sample.ids
-        return sample
+    def _count(
+        self,
+        counts: Counts,
+        row_map: RowMap | None,
+        told: Callable[[int, int], object],
+        ids: Ids,
+        is_due: bool | None = None,
+    ) -> bool:
+        if is_due is None:
+            now = time.monotonic()
+            self._left = min(float(_BURST), self._left + _SAMPLED_S * (now - self._looked_at))
+            self._looked_at = now
+            is_due = self._left >= 0
+        if is_due:
+            self._left -= ids.size
+            known, hot = count_rows(counts, own_rows(row_map, ids), MOST, STEP)
+            self._sampled += known
+            if known:
+                told(known, hot)
+        return is_due
 
     def add(self, table: str, rows: Ids, uses: Counts) -> None:
         """Adds uses [n] of rows [n], each named once."""

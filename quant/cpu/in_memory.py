@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
+    FIELD,
     Bytes,
     Ids,
     Lookup,
@@ -32,6 +33,7 @@ How = Callable[[RowReader], Fetch | None]  # which way rows are fetched; None: n
 
 _ADDRESSES = 1 << 47  # that a process has
 _NOWHERE = np.zeros(0, np.int64)
+_OF_KIND = [FIELD["kind"], FIELD["ids"]]
 
 
 class CopiedRows(NamedTuple):
@@ -81,6 +83,7 @@ class InMemory:
         of_kind = zip(kinds, self._spans, strict=True)
         layered = [_layered(kind.table, span) for kind, span in of_kind]
         self._layered = np.array(layered, np.int64)
+        self._in_place = [_in_place(kind.table) for kind in kinds]
         self._has_layers = self._by_number is not None and any(address > 0 for address, *_ in layered)
 
     def _planner_of(self, tables: Sequence[Table]) -> "MemoryPlanner":
@@ -115,8 +118,6 @@ class InMemory:
         """Returns a plan that reads rows where they lie in memory, and copies of the others; or None, and
         what was copied, where some did not come. Ids may be missing, or wrong. most: rows to copy; of more
         so many are, to see whether they come."""
-        if (plan := self._in_layers(asked, places, inputs)) is not None:
-            return plan, ()
         rows_of, away_of, is_sure = dict[int, Ids](), dict[int, Ids](), True
         ids_of = dict[int, Ids]()
         counted = list[tuple[Callable[[int], object], int]]()
@@ -136,6 +137,7 @@ class InMemory:
                 away_of[job] = there
             if table.reader.in_place is not None:
                 counted.append((table.reader.in_place, rows.size - there.size))
+        plan: Plan | None
         copied: Sequence[CopiedRows] = ()
         if not away_of:
             if any(_lacks_default(_fetched(asked[job][0]), rows_of[job], ids_of[job]) for job in ids_of):
@@ -156,18 +158,16 @@ class InMemory:
             count(in_place)
         return plan, copied
 
-    def _in_layers(
-        self, asked: Sequence[tuple[Lookup | LookupKind, Place]], places: Any, inputs: Any
-    ) -> Plan | None:
-        """Of rows that all are overlays', which are never away. None: some are not."""
+    def in_layers(self, places: NDArray[np.int64], inputs: Any) -> Plan | None:
+        """As `plan`, of rows that all are overlays', which are never away. None: some are not. places: [n,
+        fields of `Place`]."""
         if not self._has_layers or self._by_number is None:
             return None
-        places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
         if (found := in_layers(self._layered, places, inputs)) is None:
             return None
-        for kind, place in asked:
-            if isinstance(kind.table, FetchedTable) and (count := kind.table.reader.in_place) is not None:
-                count(place.ids)
+        for kind, ids in places[:, _OF_KIND].tolist():
+            if (count := self._in_place[kind]) is not None:
+                count(ids)
         numbers, at = found
         return _NumberedPlan((self, numbers), self._by_number, places, at)
 
@@ -250,10 +250,13 @@ class _NumberedPlan(Plan):
     """owners: keep rows and numbers in memory. numbers_at: as of `MemoryPlanner.run_rows`."""
 
     def __init__(
-        self, owners: Sequence[object], planner: "MemoryPlanner", places: Any, numbers_at: NDArray[np.int64]
+        self,
+        owners: Sequence[object],
+        planner: "MemoryPlanner",
+        places: NDArray[np.int64],
+        numbers_at: NDArray[np.int64],
     ) -> None:
-        self._owners, self._planner, self._numbers_at = owners, planner, numbers_at
-        self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
+        self._owners, self._planner, self._numbers_at, self._places = owners, planner, numbers_at, places
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         return self._planner.run_rows(self._places, inputs, outputs, self._numbers_at)
@@ -279,6 +282,10 @@ def distinct(rows: Ids) -> tuple[Ids, Ids]:
 def addresses(arrays: Mapping[int, Ids], count: int) -> NDArray[np.int64]:
     """Returns addresses, by number; 0: there is none."""
     return np.array([array_address(arrays[n]) if n in arrays else 0 for n in range(count)], np.int64)
+
+
+def _in_place(table: Any) -> Callable[[int], object] | None:
+    return table.reader.in_place if isinstance(table, FetchedTable) else None
 
 
 def _layered(table: Any, span: "_Span") -> tuple[int, int, int]:

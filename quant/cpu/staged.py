@@ -5,7 +5,7 @@ it is there, and then the id that the row keeps is compared."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _FEW_ROWS = 16  # that are copied in a moment
 _READY, _FETCH = attrgetter("ready"), attrgetter("fetch")
 _ANY_ROWS = 1 << 62
+_READ = [FIELD["kind"], FIELD["ids_at"], FIELD["ids"]]
 
 
 class StagedPlanner(Planner):
@@ -50,6 +51,10 @@ class StagedPlanner(Planner):
         tables = [k.table.in_place if isinstance(k.table, FetchedTable) else k.table for k in kinds]
         held = [table for table in tables if isinstance(table, Table)]
         self.in_memory = InMemory(backend, kinds, held, threads) if len(held) == len(tables) else None
+        self.is_fetched = np.array([isinstance(kind.table, FetchedTable) for kind in kinds])
+        readers = [k.table.reader if isinstance(k.table, FetchedTable) else None for k in kinds]
+        self.notes = [None if reader is None else reader.note for reader in readers]
+        self.has_notes = any(note is not None for note in self.notes)
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         return _StagedPlan(self, places)
@@ -57,9 +62,13 @@ class StagedPlanner(Planner):
 
 class _StagedPlan(Plan):
     def __init__(self, planner: StagedPlanner, places: Any) -> None:
-        self._planner, self._places = planner, places
-        self._asked = [(planner.kinds[place.kind], place) for place in places_in(places)]
-        self.waits = any(isinstance(kind.table, FetchedTable) for kind, _ in self._asked)
+        self._planner = planner
+        self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
+        self.waits = bool(planner.is_fetched[self._places[:, FIELD["kind"]]].any())
+
+    @cached_property
+    def _asked(self) -> list[tuple[Lookup | LookupKind, Place]]:
+        return [(self._planner.kinds[place.kind], place) for place in places_in(self._places)]
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         self._note(inputs)
@@ -67,13 +76,18 @@ class _StagedPlan(Plan):
         if here is not None:
             return here
         later = _Later(self, inputs, may_be_here=not copied)
-        is_few = sum(place.ids for _, place in self._asked) <= _FEW_ROWS
+        is_few = self._places[:, FIELD["ids"]].sum() <= _FEW_ROWS
         return later.fetched() if is_few and not copied else later
 
     def _note(self, inputs: Any) -> None:
-        for kind, place in self._asked:
-            if isinstance(kind.table, FetchedTable) and (note := kind.table.reader.note) is not None:
-                note(np.frombuffer(inputs, np.int64, place.ids, place.ids_at))
+        if not self._planner.has_notes:
+            return
+        is_due: bool | None = None
+        for kind, ids_at, count in self._places[:, _READ].tolist():
+            if (note := self._planner.notes[kind]) is None:
+                continue
+            if not (is_due := note(np.frombuffer(inputs, np.int64, count, ids_at), is_due)):
+                return
 
     def in_memory(
         self, inputs: Any, most: int = _ANY_ROWS, how: How = _READY, deadline: float | None = None
@@ -81,6 +95,8 @@ class _StagedPlan(Plan):
         """As `InMemory.plan`."""
         if (in_memory := self._planner.in_memory) is None:
             return None, ()
+        if (plan := in_memory.in_layers(self._places, inputs)) is not None:
+            return plan, ()
         return in_memory.plan(self._asked, self._places, inputs, most, how, deadline)
 
     def tables(self) -> "Sequence[FetchedTable]":

@@ -59,6 +59,7 @@ class TogetherPlanner(Planner):
         shapes = [_Shape.of(table, backend.reads_any_rows) for table in self.tables]
         self.shapes = np.array(shapes, np.int64)
         self.has_hot, self.notes = any(one.marked for one in shapes), [table.note for table in self.tables]
+        self.has_notes = any(note is not None for note in self.notes)
         # What reads rows anywhere in memory; without it each staging needs a reader of its own
         self.any_rows = self.reader(list(map(_all_memory, self.tables))) if backend.reads_any_rows else None
         self._forms: dict[bytes, _Form] = {}
@@ -162,9 +163,12 @@ class _TogetherPlan(Plan):
     def begin(self, inputs: Any) -> Plan | Waiting:
         if not self.form.jobs.size and self.form.rest_plan is not None:
             return self.form.rest_plan.begin(inputs)
-        for ids_at, count, local in self.form.asked.tolist():
-            if (note := self.planner.notes[self.form.used[local]]) is not None:
-                note(np.frombuffer(inputs, np.int64, count, ids_at))
+        is_due: bool | None = None
+        for ids_at, count, local in self.form.asked.tolist() if self.planner.has_notes else ():
+            if (note := self.planner.notes[self.form.used[local]]) is None:
+                continue
+            if not (is_due := note(np.frombuffer(inputs, np.int64, count, ids_at), is_due)):
+                break
         coming = _RowsComing(self, inputs)
         return coming.here() if self.planner.has_hot else coming
 

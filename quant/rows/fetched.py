@@ -88,14 +88,21 @@ class RowsAsked(NamedTuple):
             yield slice(start, start + n), self.out[at : at + n * row_bytes].reshape(n, row_bytes)
 
 
+class Note(Protocol):
+    """Is told what lookups ask of a table."""
+
+    def __call__(self, ids: NDArray[np.int64], is_due: bool | None = None) -> bool:
+        """Returns whether the ids [n] of a lookup were taken. is_due: what this said of another lookup of the
+        same request, of all of which it wants to know, or of none; None: this is the first one."""
+
+
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
     all may need one. wait_s: that a lookup may wait at most; None: any time. away: returns the
     places in rows [n] of those that may not be read at the table's address now, without rows that the table
     has not; None: they never may. ask: has rows [n] brought, without a wait, as `fetch` will need them.
     default: gives the default row, uint8 [row_bytes], which stands for rows that are late; None, or if it
-    gives None: these are an error. note: is told the ids [n] of each lookup; in_place: how many rows were
-    read at the table's address."""
+    gives None: these are an error. in_place: is told how many rows were read at the table's address."""
 
     fetch: Fetch
     ready: Fetch | None = None
@@ -103,7 +110,7 @@ class RowReader(NamedTuple):
     away: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
     ask: Callable[[NDArray[np.int64]], object] | None = None
     default: Callable[[], NDArray[np.uint8] | None] | None = None
-    note: Callable[[NDArray[np.int64]], object] | None = None
+    note: Note | None = None
     in_place: Callable[[int], object] | None = None
 
 
@@ -138,8 +145,7 @@ class AskedTable:
     there are. name: of the table for `call`, which these tables share; it takes what is asked of each and the
     deadline (`Fetch`). rows: ids with a row. default: the row of other ids, uint8 [row_bytes]; None: they are
     refused. late_is_default: it also stands for rows that are late; else these are an error. wait_s: that a
-    lookup may wait at most. hot: rows that are in memory, too, of a table whose ids are row numbers. note: is
-    told the ids [n] of each lookup."""
+    lookup may wait at most. hot: rows that are in memory, too, of a table whose ids are row numbers."""
 
     name: str
     rows: int
@@ -153,7 +159,7 @@ class AskedTable:
     late_is_default: bool = False
     row_map: None = None
     hot: HotRows | None = None
-    note: Callable[[NDArray[np.int64]], object] | None = None
+    note: Note | None = None
 
 
 def asked_table(table: Any) -> AskedTable | None:

@@ -14,9 +14,9 @@ from tableside.loader.hot.hot import hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.delta import Delta
 from tableside.loader.segment.segment import Segment
-from tableside.quant.contract import Bytes, Ids, Table
+from tableside.quant.contract import Bytes, Table
 from tableside.quant.gpu.residence.registry import is_by_cpu, read_from_disk
-from tableside.quant.rows.fetched import AskedTable, RowReader
+from tableside.quant.rows.fetched import AskedTable, Note, RowReader
 from tableside.quant.rows.hot import HotRows
 from tableside.quant.rows.ids import RowMap
 from tableside.serving.settings import ServerSettings
@@ -118,21 +118,14 @@ class HotSegments:
 
     def counter(
         self, version: Segment, table: str, row_map: RowMap | None, told: Callable[[int, int], object]
-    ) -> Callable[[Ids], object] | None:
-        """Returns what counts ids of a table; None: none are counted. told: of a sample, ids and hot ones."""
+    ) -> Note | None:
+        """Returns what counts ids of a table; None: none are counted. told: as of `RowCounts.counter`."""
         if not self._settings.host_cache:
             return None
         if version not in self._counts:
             self._counts[version] = self._shared(version)
-        if (counts := self._counts[version]) is None:
-            return None
-        count = counts.counter(table, row_map)
-
-        def noted(ids: Ids) -> None:
-            if (sample := count(ids)).ids:
-                told(*sample)
-
-        return noted
+        counts = self._counts[version]
+        return None if counts is None else counts.counter(table, row_map, told)
 
     def _shared(self, version: Segment) -> RowCounts | None:
         try:
