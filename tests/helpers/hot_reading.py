@@ -1,9 +1,13 @@
 """Lookups of a version on a disk, with its hot segment."""
 
+from pathlib import Path
+
 import numpy as np
 from keyed_tables import ids_of
 
 from tableside.loader.hot.counts import RowCounts
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.quant import LookupKind, Place, Pooling, choose
@@ -24,6 +28,14 @@ SETTINGS = ServerSettings(host_cache=1 << 30)
 
 def ids_of_rows(name: str, rows: np.ndarray, ids: np.ndarray = IDS) -> np.ndarray:
     return rows if name == "dense" else ids[rows]
+
+
+def publish(disk: Path, folder: Path, values: np.ndarray = VALUES, ids: np.ndarray = IDS) -> Model:
+    np.savez(folder / "c.npz", v=values, i=ids)
+    features = {t: {"table": t, "pooling": "none"} for t in TABLES}
+    raw = {"name": "m", "checkpoint": "c.npz", "tables": TABLES, "features": features}
+    load(parse_model(raw, folder), disk)
+    return Model(disk, "m")
 
 
 class Reading:
@@ -83,3 +95,8 @@ class Reading:
         numbers = row_map.find(ids)
         own = self.version.tables[name]
         return set(np.flatnonzero((numbers < 0) | (numbers >= own.rows)).tolist())
+
+
+def ask(reading: Reading, name: str, rows: np.ndarray, times: int = 1) -> None:
+    for _ in range(times):
+        reading.lookup(name, ids_of_rows(name, rows))

@@ -7,20 +7,19 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hot_reading import DIM, IDS, ROWS, TABLES, VALUES, Reading, ids_of_rows
+from hot_reading import DIM, IDS, ROWS, TABLES, VALUES, Reading, ask, ids_of_rows, publish
 from support import flip_bit
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.hot import counts as counts_module
-from tableside.loader.hot.counts import HOT, MOST, STEP, RowCounts, counts_name
+from tableside.loader.hot.counts import STEP
 from tableside.loader.hot.hot import clear_hot, hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.hot.warm import Warmed, warm
 from tableside.loader.load.load import load
@@ -34,34 +33,9 @@ from tableside.quant import LookupKind, Place, Plan, Pooling, choose
 from tableside.quant.errors import BadIds, RowsNotRead
 
 
-def publish(disk: Path, folder: Path, values: np.ndarray = VALUES, ids: np.ndarray = IDS) -> Model:
-    np.savez(folder / "c.npz", v=values, i=ids)
-    features = {t: {"table": t, "pooling": "none"} for t in TABLES}
-    raw = {"name": "m", "checkpoint": "c.npz", "tables": TABLES, "features": features}
-    load(parse_model(raw, folder), disk)
-    return Model(disk, "m")
-
-
-@pytest.fixture
-def model(disk: Path, tmp_path: Path) -> Iterator[Model]:
-    model = publish(disk, tmp_path)
-    yield model
-    clear_hot(disk, "m", tuple)
-
-
-@pytest.fixture
-def reading(model: Model) -> Reading:
-    return Reading(model)
-
-
 def expected(model: Model, name: str, ids: np.ndarray) -> np.ndarray:
     """From the live state as it is mapped, without a hot segment."""
     return choose().lookup(attach_state(model).tables[name], ids, pooling=Pooling.NONE)
-
-
-def ask(reading: Reading, name: str, rows: np.ndarray, times: int = 1) -> None:
-    for _ in range(times):
-        reading.lookup(name, ids_of_rows(name, rows))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -278,24 +252,6 @@ def test_a_row_that_is_damaged_on_the_disk_does_not_become_hot(model: Model, rea
     assert not [n for n in os.listdir(hot_path(model.root, "m")) if "delta" in n]
 
 
-def test_counts_are_halved_and_do_not_overflow(model: Model, reading: Reading) -> None:
-    ask(reading, "dense", np.arange(10), 300)
-    with hot_folder(model.root, "m") as folder:
-        counts = RowCounts.opened(folder, reading.version)
-        assert counts is not None
-        assert set(counts.tables["dense"][:10].tolist()) == {MOST // STEP * STEP}
-        counts.mark({"dense": np.array([3])})
-        counts.add("dense", np.array([3, 20]), np.array([100, 5], np.uint8))
-        assert counts.tables["dense"][[2, 3, 20]].tolist() == [120, MOST | HOT, 5]
-        assert counts.sampled == 3000
-        counts.age()
-        assert counts.tables["dense"][[2, 3, 20]].tolist() == [60, MOST // 2 | HOT, 2]
-        assert counts.sampled == 0
-        assert counts.histogram("dense")[2] == 1
-        counts.mark({})
-        assert counts.tables["dense"][3] == MOST // 2
-
-
 def test_one_process_at_a_time_makes_one(model: Model, reading: Reading) -> None:
     ask(reading, "dense", np.arange(10))
     with hot_folder(model.root, "m") as folder, folder.lock("warm.lock"), pytest.raises(VersionError):
@@ -330,22 +286,6 @@ def test_a_smaller_budget_is_kept_to(model: Model, reading: Reading) -> None:
     assert reading.follow()
     every = np.arange(ROWS)
     np.testing.assert_array_equal(reading.lookup("dense", every), expected(model, "dense", every))
-
-
-def test_counts_are_taken_over_once(model: Model, reading: Reading, tmp_path: Path) -> None:
-    ask(reading, "dense", np.arange(100))
-    publish(model.root, tmp_path)
-    assert reading.follow()
-    for _ in range(3):
-        assert warm(model, 2, 1).rows == 0  # not one row has room
-        assert reading.counts.tables["dense"].max() == STEP
-
-
-def test_counts_that_went_are_begun_anew(model: Model, reading: Reading) -> None:
-    (hot_path(model.root, "m") / counts_name(1)).unlink()
-    assert reading.follow() and not reading.follow()
-    ask(reading, "dense", np.arange(100))
-    assert warm(model, 1, 1 << 20).rows >= 100
 
 
 def test_what_is_made_for_a_version_that_comes_meanwhile_stays(model: Model, reading: Reading) -> None:
