@@ -6,10 +6,13 @@ hundredth more of the ids than the one before it. Uses of long ago count less: a
 enough new ones came.
 """
 
+import time
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.hot.counts import HOT, MOST, RowCounts, counted_tables, own_rows
@@ -21,14 +24,15 @@ from tableside.loader.versions.folder import Folder, deltas_of
 from tableside.loader.versions.versions import Model
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.in_memory import kept_ids
-from tableside.quant.rows.fetched import Fetch, not_read
+from tableside.quant.errors import RowsNotRead
+from tableside.quant.rows.fetched import Fetch, RowState, not_read
 from tableside.quant.rows.ids import RowMap
 
 _GAIN = 0.01  # of the ids, for which another hot segment is made
 _NEW = 1.5  # ids for each of its rows, after which all counts are halved
 _SLACK_BYTES = 1 << 20  # by which a budget may be missed: whole pages
 _AT_ONCE = 1 << 16  # rows that are read together
-_REDIS_S = 30.0  # that Redis may take for some thousands of rows
+_REDIS_S = 5.0  # that Redis may take for some thousands of rows
 
 
 class Warmed(NamedTuple):
@@ -87,9 +91,27 @@ class _Warming:
         if not tables:
             remove_hot(folder, self._version.header.version, number + 1 if is_too_large else 0)
             return found
-        size = write_hot(folder, self._version, self._counts.new_number(number), tables, self._before)
+        try:
+            size = self._write(folder, number, tables)
+        except RowsNotRead:
+            if all(name in self._version.readers for name in tables):
+                raise
+            tables = {name: self._with_rows(table) for name, table in tables.items()}
+            size = self._write(folder, number, tables)
         self._counts.mark({name: table.rows for name, table in tables.items()})
         return found._replace(rows=sum(table.rows.size for table in tables.values()), bytes=size)
+
+    def _write(self, folder: Folder, number: int, tables: Mapping[str, HotTable]) -> int:
+        return write_hot(folder, self._version, self._counts.new_number(number), tables, self._before)
+
+    def _with_rows(self, table: HotTable) -> HotTable:
+        """The same without the rows that Redis has no more, of which requests are told. RowsNotRead: half of
+        them do not come."""
+        assert isinstance(table.read, _RowCopier)
+        is_here = table.read.are_here(table.rows)
+        if 2 * np.count_nonzero(is_here) < is_here.size:
+            raise RowsNotRead(is_here.size, int(np.count_nonzero(~is_here)), 0)
+        return table._replace(rows=table.rows[is_here])
 
     def _chosen(self) -> dict[str, Ids]:
         """Returns the rows that were asked for most, by table, ascending; of those that were asked for as
@@ -140,12 +162,27 @@ class _RowCopier:
 
     def __init__(self, version: Segment, stored: StoredTable, before: Delta | None) -> None:
         self._stored, self._fetch = stored, _fetch_of(version, stored.name)
+        self._is_on_disk = stored.name in version.readers
         self._there = np.empty(0, np.int64)
         if before is not None and stored.name in before.tables:
             self._there, self._packed = _hot_rows(before, stored)
 
     def __call__(self, rows: Ids) -> Bytes:
         """Returns rows [n], ascending. RowsNotRead: some are late or damaged."""
+        out, state = self._copied(rows)
+        if state.any():
+            raise not_read(state)
+        return out
+
+    def are_here(self, rows: Ids) -> NDArray[np.bool_]:
+        """Returns the mask of rows [n], ascending, that come; of a disk all are to."""
+        if self._is_on_disk:
+            return np.ones(rows.size, np.bool_)
+        parts = (rows[start : start + _AT_ONCE] for start in range(0, rows.size, _AT_ONCE))
+        return np.concatenate([self._copied(part)[1] == RowState.HERE for part in parts])
+
+    def _copied(self, rows: Ids) -> tuple[Bytes, NDArray[np.uint8]]:
+        """Returns rows [n], ascending, and what came of those that were fetched, `RowState` [n]."""
         out = np.empty((rows.size, self._stored.row_bytes), np.uint8)
         left = np.ones(rows.size, np.bool_)
         if self._there.size:
@@ -153,12 +190,15 @@ class _RowCopier:
             left = self._there[at] != rows
             out[~left] = self._packed[at[~left]]
         wanted = rows[left]
-        fetched, state = np.empty((wanted.size, out.shape[1]), np.uint8), np.zeros(wanted.size, np.uint8)
-        self._fetch(wanted, fetched, state, None)
-        if state.any():
-            raise not_read(state)
-        out[left] = fetched
-        return out
+        state = np.zeros(rows.size, np.uint8)
+        if wanted.size:
+            fetched, came = np.empty((wanted.size, out.shape[1]), np.uint8), np.zeros(wanted.size, np.uint8)
+            began = time.monotonic()
+            self._fetch(wanted, fetched, came, None)
+            out[left], state[left] = fetched, came
+            if not self._is_on_disk:
+                time.sleep(time.monotonic() - began)  # requests come first
+        return out, state
 
     def kept_ids(self, rows: Ids) -> Ids:
         """Returns the id that each row [n] keeps, ascending rows."""

@@ -58,7 +58,7 @@ class TogetherPlanner(Planner):
         self.ends = np.array([table.owners.ends for table in self.tables], np.int64)
         shapes = [_Shape.of(table, backend.reads_any_rows) for table in self.tables]
         self.shapes = np.array(shapes, np.int64)
-        self.has_hot, self.notes = any(one.marked for one in shapes), [table.note for table in self.tables]
+        self.notes = [table.note for table in self.tables]
         self.has_notes = any(note is not None for note in self.notes)
         # What reads rows anywhere in memory; without it each staging needs a reader of its own
         self.any_rows = self.reader(list(map(_all_memory, self.tables))) if backend.reads_any_rows else None
@@ -92,6 +92,7 @@ class _Shape(NamedTuple):
     marks: int = 0
     marked: int = 0
     first_hot: int = 0
+    hot: int = 0
 
     @classmethod
     def of(cls, table: AskedTable, reads_any_rows: bool) -> "_Shape":
@@ -100,9 +101,9 @@ class _Shape(NamedTuple):
         shape = cls(table.owners.buckets, table.owners.bucket_ids, table.row_bytes, base)
         if table.hot is None or not reads_any_rows:
             return shape
-        marks, _, _, marked = table.hot.native
+        marks, _, slots, marked = table.hot.native
         first = (array_address(table.hot.packed) - base) // table.row_bytes
-        return shape._replace(marks=marks, marked=marked, first_hot=first)
+        return shape._replace(marks=marks, marked=marked, first_hot=first, hot=slots)
 
 
 def _base(table: AskedTable) -> int:
@@ -139,6 +140,7 @@ class _Form:
         self.starts = np.concatenate(([0], counts.cumsum()))
         self.asked = np.stack((self.places[self.jobs, FIELD["ids_at"]], counts, self.local), 1)
         self.shapes, self.ends = planner.shapes[self.used], planner.ends[self.used]
+        self.has_hot = bool(self.shapes[:, _Shape._fields.index("hot")].any())
         self.names = [planner.tables[table].name for table in self.used.tolist()]
         # As many rows as ids, and for each owner one more of each table, since readers count from a multiple
         groups, row_bytes = self.ends.shape[1] + 1, self.shapes[:, 2]
@@ -157,8 +159,7 @@ class _TogetherPlan(Plan):
         self.planner, self.form = planner, form
         rest, asks = form.rest_plan, bool(form.jobs.size)
         self.waits = asks or (rest is not None and rest.waits)
-        rest_does = rest is not None and rest.begins_at_once
-        self.begins_at_once = (asks and not planner.has_hot) or rest_does
+        self.begins_at_once = asks and not (form.has_hot or planner.has_notes)
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         if not self.form.jobs.size and self.form.rest_plan is not None:
@@ -170,7 +171,7 @@ class _TogetherPlan(Plan):
             if not (is_due := note(np.frombuffer(inputs, np.int64, count, ids_at), is_due)):
                 break
         coming = _RowsComing(self, inputs)
-        return coming.here() if self.planner.has_hot else coming
+        return coming.here() if self.form.has_hot else coming
 
     def begin_rest(self, inputs: Any) -> tuple[Plan | Waiting | None, BadIds | None]:
         """Begins the other lookups; the error of one of them waits for those of earlier ones."""
@@ -278,10 +279,7 @@ class _RowsComing(Waiting):
         """The state of rows by their numbers. shifts: [tables, owners + 1], to places in `asked`."""
         shape = _Shape(*self._plan.form.shapes[table].tolist())
         flags = np.full(at.size, RowState.HERE, np.uint8)
-        came = np.ones(at.size, np.bool_)
-        hot = self._plan.planner.tables[self._plan.form.used[table]].hot
-        if hot is not None and shape.marked:
-            came = (at < shape.first_hot) | (at >= shape.first_hot + len(hot.packed))
+        came = (at < shape.first_hot) | (at >= shape.first_hot + shape.hot)
         owner = self.firsts[table].searchsorted(at[came], "right") - 1
         flags[came] = self.asked.state[at[came] + shifts[table, owner]]
         return flags

@@ -60,10 +60,12 @@ class Warmer:
             if looked.st_size and time.time() - looked.st_mtime < self._every_s / 2:  # another worker
                 return
             arguments = model.root, model.name, version, model.owner or "", self._budget
-            said = (await self._child.run("serving.service.warm", *arguments))["warmed"]
-            fd = folder.open(_LOCK, os.O_RDWR)
-            os.pwrite(fd, b"1", 0)
-            os.close(fd)
+            try:
+                said = (await self._child.run("serving.service.warm", *arguments))["warmed"]
+            finally:  # also where it failed, so that not each worker tries
+                fd = folder.open(_LOCK, os.O_RDWR)
+                os.pwrite(fd, b"1", 0)
+                os.close(fd)
             found = None if said is None else Warmed(*said)
             if found is not None and found.rows:
                 told = (

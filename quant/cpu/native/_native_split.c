@@ -1,13 +1,14 @@
 /* split_ids(inputs, jobs, tables, ends, distinct, at, blocks, staging): the different ids that lookups
  *   ask of tables, owner after owner, of each table after table, at last those without an owner; and places
  *   for their rows. jobs: int64 [jobs, 3], where the ids of a lookup lie in inputs, how many, and the number
- *   of its table, which ascends; tables: int64 [tables, 7], buckets (0: ids are row numbers), bucket_ids (as
+ *   of its table, which ascends; tables: int64 [tables, 8], buckets (0: ids are row numbers), bucket_ids (as
  *   in a row map), row_bytes, base, the address from which rows are numbered (below 0: from 0 on, in the
  *   order of owners), and of hot rows (quant/rows/hot.py), which are asked of nobody, address of the marks,
- *   row numbers that there are marks of (0: none are hot), and the number of the first one; ends: int64
- *   [tables, owners], the row number or bucket after the last of each; distinct: int64 [ids]; at: int64
- *   [ids], the number of the row of each, lookup after lookup; blocks: int64 [3, tables, owners + 1],
- *   different ids, the byte in staging of the first one's row, and its number; staging: room for the rows
+ *   row numbers that there are marks of (0: none are hot), the number of the first one, and how many there
+ *   are; ends: int64 [tables, owners], the row number or bucket after the last of each; distinct: int64
+ *   [ids]; at: int64 [ids], the number of the row of each, lookup after lookup; blocks: int64 [3, tables,
+ *   owners + 1], different ids, the byte in staging of the first one's row, and its number; staging: room for
+ *   the rows
  *   -> how many different ids there are, without hot ones
  * The rows of one owner lie one after another, but for gaps where base wants them. Before them is room for a
  * byte for each, rounded up to 8, and behind them for 8 bytes. It releases the interpreter's lock. */
@@ -18,7 +19,7 @@
 #include "_native_index.h"
 
 typedef struct { int64_t ids_at, n, table; } asking;
-typedef struct { int64_t buckets, bucket_ids, row_bytes, base, marks, marked, first_hot; } asked_table;
+typedef struct { int64_t buckets, bucket_ids, row_bytes, base, marks, marked, first_hot, hot; } asked_table;
 
 typedef struct {
     const asked_table *table;
@@ -66,7 +67,8 @@ static int64_t hot_number(const asked_table *t, int64_t row) {
     if ((uint64_t)row >= (uint64_t)t->marked) return -1;
     const uint64_t *const word = (const uint64_t *)(intptr_t)t->marks + 2 * (row >> 6);
     const uint64_t bit = (uint64_t)1 << (row & 63);
-    return word[0] & bit ? t->first_hot + (int64_t)word[1] + __builtin_popcountll(word[0] & (bit - 1)) : -1;
+    const uint64_t slot = word[1] + (uint64_t)__builtin_popcountll(word[0] & (bit - 1));
+    return word[0] & bit && slot < (uint64_t)t->hot ? t->first_hot + (int64_t)slot : -1; /* whatever a file holds */
 }
 
 /* Adds a lookup's ids; at: the place of each in the order in which they come first, from `first` on; of hot
@@ -161,7 +163,8 @@ static int are_tables(const asked_table *tables, int64_t of_tables, int64_t addr
         if (tables[t].buckets < 0 || tables[t].buckets & (tables[t].buckets - 1) || tables[t].bucket_ids < 0
             || tables[t].row_bytes < 1 || tables[t].row_bytes > INT32_MAX || tables[t].base > address
             || tables[t].marked < 0
-            || (tables[t].marked && (!tables[t].marks || tables[t].buckets || tables[t].first_hot < 0)))
+            || (tables[t].marked
+                && (!tables[t].marks || tables[t].buckets || tables[t].first_hot < 0 || tables[t].hot < 0)))
             return 0;
     for (int64_t k = 0, of = 0; k < count; k++) {
         of = (k && jobs[k].table == jobs[k - 1].table ? of : 0) + jobs[k].n;

@@ -1,6 +1,6 @@
 """Ids by table and owner: what the C function gives is what numpy gives."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ ROW_BYTES = (8, 12, 68, 8)
 
 
 def split(inputs: Any, jobs: Any, tables: Any, ends: Any, base: int) -> tuple[np.ndarray, ...]:
-    return split_of(inputs, jobs, [(*table, base, 0, 0, 0) for table in tables], ends)
+    return split_of(inputs, jobs, [(*table, base, 0, 0, 0, 0) for table in tables], ends)
 
 
 def split_of(inputs: Any, jobs: Any, tables: Any, ends: Any) -> tuple[np.ndarray, ...]:
@@ -83,27 +83,62 @@ def test_each_id_is_asked_of_its_owner_once(owners: int, n: int, base: int) -> N
     assert end <= staging.size
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_hot_rows_are_asked_of_nobody(share: float) -> None:
-    """They have the numbers that `HotRows` specifies; of the others each is asked for once, as ever."""
-    draw, rows = np.random.default_rng(3), 1000
-    marked = np.flatnonzero(draw.random(rows) < share)
-    marks = np.zeros((hot_words(rows), 2), np.uint64)
-    fill_hot(marked, marks)
-    packed = np.zeros((max(1, marked.size), 12), np.uint8)
-    base = packed.ctypes.data % 12
-    hot = HotRows(marks, packed, (packed.ctypes.data - base) // 12)
-    address, first, _, numbered = hot.native
-    ids = np.concatenate((draw.integers(-50, 1100, 3000), EXTREMES))
-    tables, jobs = [(0, 0, 12, base, address, numbered, first)], [(0, ids.size, 0)]
-    distinct, at, (counts, _, firsts), _ = split_of(ids.tobytes(), jobs, tables, np.array([[rows]]))
-    is_hot = np.isin(ids, marked)
-    np.testing.assert_array_equal(at[is_hot], hot.place(ids[is_hot]))
-    assert set(distinct.tolist()) == set(ids[~is_hot].tolist()) and distinct.size == counts.sum()
-    own = int(counts[0, 0])
-    numbers = np.concatenate((firsts[0, 0] + np.arange(own), firsts[0, 1] + np.arange(counts[0, 1])))
-    order = numbers.argsort()
-    np.testing.assert_array_equal(distinct[order][numbers[order].searchsorted(at[~is_hot])], ids[~is_hot])
+class Hot(NamedTuple):
+    """Hot rows of a table, and what `split_ids` is told of it."""
+
+    marked: np.ndarray
+    rows: HotRows
+    table: tuple[int, ...]
+
+    @classmethod
+    def of(cls, share: float, row_bytes: int, seed: int) -> "Hot":
+        marked = np.flatnonzero(np.random.default_rng(seed).random(1000) < share)
+        marks = np.zeros((hot_words(1000), 2), np.uint64)
+        fill_hot(marked, marks)
+        packed = np.zeros(marked.size * row_bytes + seed, np.uint8)[seed:].reshape(-1, row_bytes)
+        base = packed.ctypes.data % row_bytes
+        rows = HotRows(marks, packed, (packed.ctypes.data - base) // row_bytes)
+        address, first, slots, numbered = rows.native
+        return cls(marked, rows, (0, 0, row_bytes, base, address, numbered, first, slots))
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.5), (0.5, 0.3), (1.0, 0.0), (1.0, 1.0)])
+def test_hot_rows_are_asked_of_nobody(shares: tuple[float, float]) -> None:
+    """They have the numbers that `HotRows` specifies, of each of two tables; of the others each is asked for
+    once, as ever."""
+    draw = np.random.default_rng(3)
+    ids = [np.concatenate((draw.integers(-50, 1100, 3000), EXTREMES)) for _ in shares]
+    size, hot = ids[0].size, [Hot.of(share, 12 + 4 * t, t + 1) for t, share in enumerate(shares)]
+    jobs = [(8 * size * t, size, t) for t in range(2)]
+    ends = np.array([[1000], [1000]])
+    inputs = np.concatenate(ids).tobytes()
+    distinct, at, (counts, places, firsts), staging = split_of(inputs, jobs, [h.table for h in hot], ends)
+    starts = (counts.T.cumsum().reshape(2, -1) - counts.T).T
+    for t, (marked, rows, (_, _, row_bytes, base, *_)) in enumerate(hot):
+        got, is_hot = at[size * t :][:size], np.isin(ids[t], marked)
+        np.testing.assert_array_equal(got[is_hot], rows.place(ids[t][is_hot]))
+        asked = [distinct[starts[t, o] :][: counts[t, o]] for o in range(2)]
+        numbers = np.concatenate([firsts[t, o] + np.arange(counts[t, o]) for o in range(2)])
+        assert set(np.concatenate(asked).tolist()) == set(ids[t][~is_hot].tolist())
+        found = dict(zip(numbers.tolist(), np.concatenate(asked).tolist(), strict=True))
+        assert [found[number] for number in got[~is_hot].tolist()] == ids[t][~is_hot].tolist()
+        for o in np.flatnonzero(counts[t]).tolist():
+            assert firsts[t, o] * row_bytes + base == staging.ctypes.data + places[t, o]
+    assert distinct.size == counts.sum()
+
+
+@pytest.mark.parametrize("wrong", [1 << 40, 1000, 2**64 - 1])
+def test_marks_that_changed_read_no_other_memory(wrong: int) -> None:
+    """A row whose slot is none is asked for as one that is not hot."""
+    hot = Hot.of(1.0, 12, 1)
+    hot.rows.marks[:, 1] = wrong
+    ids = np.arange(1000)
+    distinct, at, _, _ = split_of(ids.tobytes(), [(0, 1000, 0)], [hot.table], np.array([[1000]]))
+    first, slots = hot.table[-2:]
+    is_hot = (at >= first) & (at < first + slots)
+    np.testing.assert_array_equal(np.sort(distinct), ids[~is_hot])
+    slots_said = np.uint64(wrong) + (ids % 64).astype(np.uint64)
+    np.testing.assert_array_equal(is_hot, slots_said < slots)
 
 
 WRONG = {
@@ -120,10 +155,11 @@ WRONG = {
     "rows without bytes": {"tables": [(0, 0, 0)]},
     "rows beyond the room": {"tables": [(0, 0, 16)]},
     "a base behind the room": {"base": 1 << 60},
-    "marks nowhere": {"hot": (0, 64, 0)},
-    "marks of fewer rows than none": {"hot": (1, -1, 0)},
-    "a hot row before the first number": {"hot": (1, 64, -1)},
-    "marks of raw ids": {"tables": [(2, 0, 8)], "hot": (1, 64, 0)},
+    "marks nowhere": {"hot": (0, 64, 0, 1)},
+    "marks of fewer rows than none": {"hot": (1, -1, 0, 1)},
+    "a hot row before the first number": {"hot": (1, 64, -1, 1)},
+    "fewer hot rows than none": {"hot": (1, 64, 0, -1)},
+    "marks of raw ids": {"tables": [(2, 0, 8)], "hot": (1, 64, 0, 1)},
     "no table": {"tables": [], "jobs": []},
     "ends of another table": {"ends": np.array([[1, 2], [3, 4]])},
     "no owner": {"ends": np.empty((1, 0), np.int64)},
