@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tableside.loader.segment.huge_pages import huge_page_bytes
 from tableside.loader.segment.segment import Segment, SegmentFile
 from tableside.loader.versions.folder import NOTE, Folder
 
-_WAIT_S = 60.0  # for another process that reads the file
+_WAIT_S, _LOOK_S = 60.0, 0.02  # for another process that reads the file; between two looks at it
 
 
 def verified_at(folder: Folder, segment: Segment) -> float | None:
@@ -64,8 +64,7 @@ def _verify_once(folder: Folder, segment: Segment, file: SegmentFile, threads: i
         if huge_page_bytes(fd):  # a note would take a page of it
             segment.verify_file(file, threads, rest)
             return time.time()
-        # Shared with those that hold a delta for other hosts, which may go on for long; a reader has it alone
-        is_ours = take_lock(fd) or take_lock(fd, _WAIT_S, is_shared=True)
+        is_ours = _take_turn(fd, lambda: _noted(folder, file) is not None)
         if is_ours and (at := _noted(folder, file)) is not None:
             return at
         segment.verify_file(file, threads, rest)
@@ -75,6 +74,19 @@ def _verify_once(folder: Folder, segment: Segment, file: SegmentFile, threads: i
         return at
     finally:
         os.close(fd)
+
+
+def _take_turn(fd: int, is_noted: Callable[[], bool]) -> bool:
+    """Waits while another process reads an open file, or until it is noted; False: for too long. Who holds a
+    delta for other hosts (`Delta.hold`) shares its lock, for as long as they ask, and is not waited for."""
+    deadline = time.monotonic() + _WAIT_S
+    while not take_lock(fd) and not is_noted():
+        if take_lock(fd, is_shared=True):  # nobody reads it: who was in the way is gone, or holds it
+            return take_lock(fd) or True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def _noted(folder: Folder, file: SegmentFile) -> float | None:
