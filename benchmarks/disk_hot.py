@@ -3,8 +3,9 @@
     python benchmarks/disk_hot.py              # 4 GB of int8 rows below build/; some three minutes
     python benchmarks/disk_hot.py --gb 0.5     # smaller; printed and not written
 
-Hits: a tenth of the rows is hot; a lookup that pools 20 of their ids a bag, and the same on a copy of the
-table in /dev/shm. Every vector is compared first.
+Hits: a tenth of the rows is hot; lookups that pool 20 of their ids a bag, of one table and of as many rows in
+26, and the same on copies in /dev/shm. They are planned each time, as those of requests are. Every vector is
+compared first.
 Hit rate: ids come by Zipf's law with 1.05, a million a second, over 4 M rows, whose hot segment has a tenth
 of the bytes, and is made anew every two seconds. Beside it what an LRU of as many bytes of rows would have
 had of the same ids. After 8 of 14 times other rows become the frequent ones.
@@ -16,12 +17,13 @@ import os
 import shutil
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import alternate, report, shared_folder
-from disk_rows import BATCHES, DIM, TABLE, lookup_of
+from disk_rows import BAG, BATCHES, DIM
 from make_model import publish_random
 
 from tableside.loader.hot.counts import HOT, STEP, RowCounts
@@ -29,11 +31,13 @@ from tableside.loader.hot.hot import clear_hot, hot_folder
 from tableside.loader.hot.warm import warm
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
-from tableside.quant import choose
+from tableside.quant import LookupKind, Place, Pooling, RowSource, choose
+from tableside.quant.contract import Waiting
 from tableside.serving.model.placement import Placer
 from tableside.serving.settings import ServerSettings
 
-MODEL, SHARE, BATCH, ALPHA = "m", 0.1, 16_640, 1.05
+MODEL, TABLE, TABLES = "m", "t0", 26
+SHARE, BATCH, ALPHA = 0.1, 16_640, 1.05
 ZIPF_ROWS, ZIPF_RATE, PERIODS, SHIFT, PERIOD_S = 4_000_000, 1e6, 14, 8, 2.0
 COUNTED_RATE, COUNTED_S = 10e6, 3.0
 
@@ -43,26 +47,48 @@ def counts_of(root: Path, version: Segment) -> RowCounts:
         return RowCounts.shared(folder, version)
 
 
-def hits(root: Path, rows: int) -> list[dict[str, Any]]:
-    publish_random(root, MODEL, {TABLE: (rows, DIM, "int8")})
+def lookup_of(tables: list[RowSource], ids: np.ndarray) -> Callable[[], np.ndarray]:
+    """What a request does that pools as many of the ids of each table."""
+    n, bags = ids.size // len(tables), ids.size // len(tables) // BAG
+    planner = choose().planner([LookupKind(table, Pooling.SUM) for table in tables])
+    each = [Place(k, 8 * n * k, n, -1, BAG, bags, -1, 4 * DIM * bags * k) for k in range(len(tables))]
+    places, inputs = np.array(each, np.int64).tobytes(), ids.tobytes()
+    out = np.empty(len(tables) * bags * 4 * DIM, np.uint8)
+
+    def run() -> np.ndarray:
+        begun = planner.plan(places).begin(inputs)
+        assert not isinstance(begun, Waiting) and begun.run(inputs, out) is None
+        return out
+
+    return run
+
+
+def hits(root: Path, rows: int, tables: int) -> list[dict[str, Any]]:
+    """rows: of all tables."""
+    rows //= tables
+    spec = {f"t{k}": (rows, DIM, "int8") for k in range(tables)}
+    publish_random(root, MODEL, spec)
     model = Model(root, MODEL)
     version = model.attach(verify="header")
     hot = np.random.default_rng(2).choice(rows, int(SHARE * rows), replace=False)
-    counts_of(root, version).tables[TABLE][hot] = STEP
-    made = warm(model, 1, 1 << 40)
-    assert made.rows == hot.size
+    for counted in counts_of(root, version).tables.values():
+        counted[hot] = STEP
+    made = warm(model, version.header.version, 1 << 40)
+    assert made.rows == hot.size * tables
     placed = Placer(ServerSettings(host_cache=1 << 40, root=root), choose()).place(version)
     found: list[dict[str, Any]] = []
     with shared_folder() as memory:
-        publish_random(memory, MODEL, {TABLE: (rows, DIM, "int8")})
-        plain = Model(memory, MODEL).attach(verify="header").tables[TABLE]
+        publish_random(memory, MODEL, spec)
+        plain = Model(memory, MODEL).attach(verify="header").tables
         for batch in BATCHES:
-            ids = np.random.default_rng(3).choice(hot, batch)
-            calls = {"hot": lookup_of(placed.tables[TABLE], ids), "memory": lookup_of(plain, ids)}
+            ids = np.random.default_rng(3).choice(hot, batch // (BAG * tables) * BAG * tables)
+            of_tables: dict[str, Mapping[str, RowSource]] = {"hot": placed.tables, "memory": plain}
+            calls = {name: lookup_of([of[t] for t in spec], ids) for name, of in of_tables.items()}
             assert calls["hot"]().tobytes() == calls["memory"]().tobytes()
             times = alternate(calls, seconds=2.0)
-            of = {f"{name}_mrows_s": batch / each / 1e6 for name, each in times.items()}
-            found.append({"ids": batch, **of, "ratio": times["memory"] / times["hot"]})
+            rates = {f"{name}_mrows_s": ids.size / each / 1e6 for name, each in times.items()}
+            ratio = times["memory"] / times["hot"]
+            found.append({"tables": tables, "ids": ids.size, **rates, "ratio": ratio})
     return found
 
 
@@ -137,11 +163,13 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent.parent / "build")
     options = parser.parse_args()
-    large, small = options.folder / "disk-hot", options.folder / "disk-hot-zipf"
+    roots = [options.folder / name for name in ("disk-hot", "disk-hot-tables", "disk-hot-zipf")]
+    large, many, small = roots
     try:
-        rows = hits(large, int(options.gb * 1e9) // 80)
-        rates = hit_rates(small)
+        rows = hits(large, int(options.gb * 1e9) // 80, 1)
         share = counting(large)
+        rows += hits(many, int(options.gb * 1e9) // 80, TABLES)
+        rates = hit_rates(small)
         after = [r for r in rates if r["period"] >= SHIFT]
         if options.gb < 4:
             os.environ["TRIAL"] = "1"
@@ -155,7 +183,7 @@ def main() -> None:
             counting_core_share=share,
         )
     finally:
-        for root in (large, small):
+        for root in roots:
             clear_hot(root, MODEL, tuple)
             shutil.rmtree(root, ignore_errors=True)
 
