@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def counts_of(root: Path, version: Segment) -> RowCounts:
         return RowCounts.shared(folder, version)
 
 
-def lookup_of(tables: list[RowSource], ids: np.ndarray) -> Callable[[], np.ndarray]:
+def lookup_of(tables: Sequence[RowSource], ids: np.ndarray) -> Any:
     """What a request does that pools as many of the ids of each table."""
     n, bags = ids.size // len(tables), ids.size // len(tables) // BAG
     planner = choose().planner([LookupKind(table, Pooling.SUM) for table in tables])
