@@ -6,11 +6,13 @@
     SIGTTIN, SIGTTOU    one worker more, one less
     SIGUSR1, SIGUSR2    nothing
 
-One loop looks at all workers at least four times a second, and when one ends. It waits for none.
+One loop looks at all workers at least four times a second, when one ends, and at a signal. It waits for none.
 """
 
+import contextlib
 import logging
 import multiprocessing.connection
+import os
 import signal
 import socket
 import time
@@ -112,6 +114,7 @@ class Supervisor:
         self._retiring: list[WorkerProcess] = []
         self._engines = {device: EngineKeeper(config, device) for device in config.settings.devices}
         self._retry_at: dict[int, float] = {}  # place -> when its worker is started anew
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # by a signal
         for sig in (
             signal.SIGTERM,
             signal.SIGINT,
@@ -143,13 +146,16 @@ class Supervisor:
             self._is_ending, self._is_at_once = True, self._is_at_once or sig == signal.SIGQUIT
         elif sig not in self._asked:  # asked for twice before it began: done once
             self._asked.append(sig)
+        os.eventfd_write(self._woken, 1)
 
     def _wait(self) -> None:
-        """Waits until a worker ends or it is time to look again."""
+        """Waits until a worker ends, a signal comes, or it is time to look again."""
         is_eager = not self._announced or self._successor is not None
         processes = (*self._everyone(), *(engine.current for engine in self._engines.values()))
         sentinels = [p.process.sentinel for p in processes if p.process.is_alive()]
-        multiprocessing.connection.wait(sentinels, _EAGER_S if is_eager else _LOOK_S)
+        multiprocessing.connection.wait([*sentinels, self._woken], _EAGER_S if is_eager else _LOOK_S)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
 
     def _look(self) -> None:
         while self._asked and not self._is_ending:
