@@ -30,7 +30,7 @@ from tableside.serving.cluster.owners import remote_sources
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.disk_tables import DiskTables
-from tableside.serving.model.placements import Placements, size_of
+from tableside.serving.model.placements import Placements, files_of, residences_in, size_of
 from tableside.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -245,9 +245,9 @@ class Placer:
             left = self._left(replaced)
             kinds = self._chosen(gpu, segment, left, stay)
             in_host, indexes = plan.plan_indexes(sizes, kinds, left, home, replaced is not None)
-            files = _files_of(segment)
+            files = files_of(segment)
             readers = self.disk.readers(segment, kinds)
-            room = self._room(gpu, segment, left, indexes, _same(replaced, files), readers)
+            room = self._room(gpu, segment, left, indexes, residences_in(replaced, files), readers)
             makers, hbm_bytes = self._makers(sizes, kinds, room, indexes)
             tables = self._tables(gpu, segment, kinds, makers, in_host)
             placed = Placements(kinds, on_gpu=tables, hbm_bytes=hbm_bytes, files=files)
@@ -391,15 +391,3 @@ def _budgeted() -> Iterator[None]:
     except QuantError as error:
         what = "(--hbm-budget and --placement say what lies in the GPU's memory)"
         raise ServingError(f"{error} {what}") from error
-
-
-def _files_of(segment: Segment) -> dict[str, tuple[int, int]]:
-    return {f.table: (f.status.st_dev, f.status.st_ino) for f in segment.files if f.table is not None}
-
-
-def _same(replaced: Placements | None, files: Mapping[str, tuple[int, int]]) -> "dict[str, Residence]":
-    """Returns the residences of a replaced version's tables, which is mapped, that lie in these files."""
-    if replaced is None:
-        return {}
-    before = replaced.base
-    return {n: before.on_gpu[n].residence for n, file in files.items() if before.files.get(n) == file}

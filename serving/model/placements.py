@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, TIME_BYTES, StoredTable
 from tableside.quant import RowSource
 from tableside.quant.rows.ids import ID_BYTES
 
 if TYPE_CHECKING:
-    from tableside.quant.gpu.residence.residence import TableSize
+    from tableside.quant.gpu.residence.residence import Residence, TableSize
     from tableside.quant.gpu.residence.tables import DeviceTable
 
 
@@ -73,3 +74,18 @@ def size_of(stored: StoredTable) -> "TableSize":
     apart = (0 if is_in_rows else ids, TIME_BYTES * index.slots if index.has_times else 0)
     array = sum(-(-part // INDEX_UNIT_BYTES) * INDEX_UNIT_BYTES for part in apart)
     return size._replace(index_bytes=index.bytes - array, id_bytes=ids, ids_in_rows=is_in_rows)
+
+
+def files_of(segment: Segment) -> dict[str, tuple[int, int]]:
+    """Returns (device, inode) of the tables in files of their own."""
+    return {f.table: (f.status.st_dev, f.status.st_ino) for f in segment.files if f.table is not None}
+
+
+def residences_in(
+    replaced: Placements | None, files: Mapping[str, tuple[int, int]]
+) -> "dict[str, Residence]":
+    """Returns the residences of a replaced version's tables, which is mapped, that lie in these files."""
+    if replaced is None:
+        return {}
+    before = replaced.base
+    return {n: before.on_gpu[n].residence for n, file in files.items() if before.files.get(n) == file}

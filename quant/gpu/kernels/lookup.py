@@ -2,12 +2,10 @@
 one launch. A *column* is one chunk of a row, 16 bytes (int2: 8), in one output vector: 16 values of int8 and
 fp8s, 32 of int4, int2 and nvfp4, 8 of fp16, 4 of fp32. An integer row's first chunk begins with scale and
 bias, that of fp8_e4m3 with its scale; scales of blocks lie behind the chunks and are read beside them. A
-*job* is one feature of one request; `quant.gpu.batch.layout` writes jobs with the fields of
-`quant.gpu.kernels.job.JobField`, which names every buffer. A program takes COLUMNS neighbouring columns of a
-job and walks down their bags, UNROLL ids at a time, with UNROLL rows in flight. Each thread reads a chunk in
-one instruction. For few long bags, LANES threads share a bag and add their sums at the end. Ids out of range
-are not read: they raise the job's flag, and the caller finds the id. Only `_row_address` decides where a row
-lies. tests/helpers/kernel_steps.py has each step in plain Python."""
+*job* is one feature of one request; `quant.gpu.kernels.job.JobField` names its fields and every buffer. A
+program takes COLUMNS neighbouring columns of a job and walks down their bags, UNROLL ids at a time, with
+UNROLL rows in flight. Few long bags have LANES threads each. Ids out of range are not read: they raise the
+job's flag. tests/helpers/kernel_steps.py has the steps in Python."""
 
 import triton
 import triton.language as tl
