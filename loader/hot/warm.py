@@ -79,12 +79,13 @@ class _Warming:
         total = max(1, sum(int(u.sum()) for u in uses.values()))
         had = 0 if self._before is None else sum(int(u[HOT:].sum()) for u in uses.values())
         chosen = self._chosen()
-        has = sum(int((self._counts.tables[name][rows] & MOST).sum()) for name, rows in chosen.items())
+        has = self._uses(chosen)
         if self._counts.sampled > _NEW * sum(rows.size for rows in chosen.values()):
             self._counts.age()
         found = Warmed(has / total, had / total)
         is_too_large = _row_bytes(self._before) > self._budget + _SLACK_BYTES
-        if has - had <= _GAIN * total and not is_too_large:
+        least = -1 if is_too_large else had + _GAIN * total
+        if has <= least:
             return found
         tables = {name: self._table(name, rows) for name, rows in chosen.items()}
         tables = {name: table for name, table in tables.items() if table.rows.size}
@@ -96,7 +97,9 @@ class _Warming:
         except RowsNotRead:
             if all(name in self._version.readers for name in tables):
                 raise
-            tables = {name: self._with_rows(table) for name, table in tables.items()}
+            tables = _that_come(tables)
+            if self._uses({name: table.rows for name, table in tables.items()}) <= least:
+                return found
             size = self._write(folder, number, tables)
         self._counts.mark({name: table.rows for name, table in tables.items()})
         return found._replace(rows=sum(table.rows.size for table in tables.values()), bytes=size)
@@ -104,14 +107,9 @@ class _Warming:
     def _write(self, folder: Folder, number: int, tables: Mapping[str, HotTable]) -> int:
         return write_hot(folder, self._version, self._counts.new_number(number), tables, self._before)
 
-    def _with_rows(self, table: HotTable) -> HotTable:
-        """The same without the rows that Redis has no more, of which requests are told. RowsNotRead: half of
-        them do not come."""
-        assert isinstance(table.read, _RowCopier)
-        is_here = table.read.are_here(table.rows)
-        if 2 * np.count_nonzero(is_here) < is_here.size:
-            raise RowsNotRead(is_here.size, int(np.count_nonzero(~is_here)), 0)
-        return table._replace(rows=table.rows[is_here])
+    def _uses(self, rows: Mapping[str, Ids]) -> int:
+        """Returns how often rows were asked for, by table."""
+        return sum(int((self._counts.tables[name][some] & MOST).sum()) for name, some in rows.items())
 
     def _chosen(self) -> dict[str, Ids]:
         """Returns the rows that were asked for most, by table, ascending; of those that were asked for as
@@ -139,6 +137,16 @@ class _Warming:
         else:
             has_id = own_rows(row_map, read.kept_ids(rows)) == rows
         return HotTable(rows[has_id & ~row_map.is_backfilled(rows)], read)
+
+
+def _that_come(tables: Mapping[str, HotTable]) -> dict[str, HotTable]:
+    """The same without the rows that Redis has no more, of which requests are told. RowsNotRead: half of all
+    do not come."""
+    are_here = {n: t.read.are_here(t.rows) for n, t in tables.items() if isinstance(t.read, _RowCopier)}
+    size, here = (sum(int(of(mask)) for mask in are_here.values()) for of in (np.size, np.count_nonzero))
+    if 2 * here < size:
+        raise RowsNotRead(size, size - here, 0)
+    return {n: t._replace(rows=t.rows[are_here[n]]) for n, t in tables.items() if are_here[n].any()}
 
 
 def _row_map(version: Segment, name: str) -> RowMap | None:

@@ -136,6 +136,7 @@ def test_rows_that_are_gone_do_not_become_hot(root: Path, redis: RedisServer) ->
     assert OFTEN.size / 2 < made.rows < OFTEN.size + 9
     follow(of)
     assert answer(of.served(), {"user": OFTEN})[1][0][2] == OFTEN.size + 9 - made.rows  # late
+    assert not warm(Model(root, "ads"), 1, BUDGET).rows  # nothing is gained
     ask(of, SELDOM, np.arange(9))
     with redis.client() as client:
         client.unlink(*blocks[1:])
