@@ -1,7 +1,6 @@
 """Fixtures that every room's tests share. Everything a test publishes lies under one folder that goes with
 it."""
 
-import contextlib
 import logging
 import os
 import shutil
@@ -13,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tables
+from support import drop_hot
 
-from tableside.loader.hot.hot import hot_path
 from tableside.loader.load.load import Loaded, load
 from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
@@ -57,11 +56,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if not is_on_disk(Path(__file__).parent):
         pytest.skip("no file system here is a disk's")
     yield folder
-    hot = hot_path(folder, "m").parent
-    for leftover in (folder, hot):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other tests have theirs
-        hot.parent.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
+    drop_hot(folder)
 
 
 @pytest.fixture

@@ -1,15 +1,19 @@
 """What tests of several rooms use: values, deadlines, real processes."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tableside.loader.hot.hot import hot_path
 
 LONGEST_S = 300.0  # how long a test waits for what has to come, on however busy a machine
 
@@ -25,6 +29,14 @@ def files_of(folder: Path) -> set[str]:
     notes = {name for name in names if name.endswith(".verified")}
     assert {name.removesuffix(".verified") for name in notes} <= names, "a note stayed behind its file"
     return names - notes - {"current", "current.new"}
+
+
+def drop_hot(root: Path) -> None:
+    """Removes what lies in memory of the hot rows of a root's models."""
+    hot = hot_path(root, "m").parent
+    shutil.rmtree(hot, ignore_errors=True)
+    with suppress(OSError):  # other tests have theirs
+        hot.parent.rmdir()
 
 
 def flip_bit(path: Path, at: int, whence: int = os.SEEK_SET) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +12,9 @@ from hosts import answer, engine_of, served
 from redis_models import TABLES, USERS, load_both, tier
 from redis_servers import RedisServer, needs_redis
 from servers import Server
-from support import run_tableside, until
+from support import drop_hot, run_tableside, until
 from tables import serve_device
 
-from tableside.loader.hot.hot import clear_hot, hot_path
 from tableside.loader.hot.warm import warm
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
@@ -34,7 +32,7 @@ BUDGET = 1 << 20
 def no_hot_segments_stay(roots: list[Path]) -> Iterator[None]:
     yield
     for root in roots:
-        shutil.rmtree(hot_path(root, "ads").parent, ignore_errors=True)
+        drop_hot(root)
 
 
 @pytest.fixture
@@ -164,7 +162,6 @@ def test_a_table_on_a_disk_beside_one_in_redis(disk: Path, tmp_path: Path, redis
     redis.end(signal.SIGKILL)
     asked = {"big": np.arange(0, 500, 3), "user": OFTEN}
     assert answer(of.served(), asked) == answer(served(disk, "plain"), asked)
-    clear_hot(disk, "ads", tuple)
 
 
 def test_nothing_is_made_while_redis_is_away(root: Path, redis: RedisServer) -> None:
