@@ -72,16 +72,22 @@ class _Warming:
         self._version, self._counts, self._before = version, counts, before
         self._tables = {t.name: t for t in counted_tables(version)}
         self._histograms = {name: counts.histogram(name) for name in self._tables}
+        self._read = dict[str, _RowCopier]()  # of the tables that have hot rows
         self._budget = budget
 
     def run(self, folder: Folder, number: int) -> Warmed:
+        chosen = self._chosen()
+        try:
+            return self._made(folder, number, chosen)
+        finally:
+            if self._counts.sampled > _NEW * sum(rows.size for rows in chosen.values()):
+                self._counts.age()
+
+    def _made(self, folder: Folder, number: int, chosen: Mapping[str, Ids]) -> Warmed:
         uses = {name: self._histograms[name] * (np.arange(256) & MOST) for name in self._tables}
         total = max(1, sum(int(u.sum()) for u in uses.values()))
         had = 0 if self._before is None else sum(int(u[HOT:].sum()) for u in uses.values())
-        chosen = self._chosen()
         has = self._uses(chosen)
-        if self._counts.sampled > _NEW * sum(rows.size for rows in chosen.values()):
-            self._counts.age()
         found = Warmed(has / total, had / total)
         is_too_large = _row_bytes(self._before) > self._budget + _SLACK_BYTES
         least = -1 if is_too_large else had + _GAIN * total
@@ -97,7 +103,7 @@ class _Warming:
         except RowsNotRead:
             if all(name in self._version.readers for name in tables):
                 raise
-            tables = _that_come(tables)
+            tables = self._that_come(tables)
             if self._uses({name: table.rows for name, table in tables.items()}) <= least:
                 return found
             size = self._write(folder, number, tables)
@@ -106,6 +112,15 @@ class _Warming:
 
     def _write(self, folder: Folder, number: int, tables: Mapping[str, HotTable]) -> int:
         return write_hot(folder, self._version, self._counts.new_number(number), tables, self._before)
+
+    def _that_come(self, tables: Mapping[str, HotTable]) -> dict[str, HotTable]:
+        """The same without the rows that Redis has no more, of which requests are told. RowsNotRead: half of
+        all do not come."""
+        are_here = {name: self._read[name].are_here(table.rows) for name, table in tables.items()}
+        size, here = (sum(int(of(mask)) for mask in are_here.values()) for of in (np.size, np.count_nonzero))
+        if 2 * here < size:
+            raise RowsNotRead(size, size - here, 0)
+        return {n: t._replace(rows=t.rows[are_here[n]]) for n, t in tables.items() if are_here[n].any()}
 
     def _uses(self, rows: Mapping[str, Ids]) -> int:
         """Returns how often rows were asked for, by table."""
@@ -130,23 +145,13 @@ class _Warming:
 
     def _table(self, name: str, rows: Ids) -> HotTable:
         """Those of the rows that have an id, and are this version's own."""
-        read = _RowCopier(self._version, self._tables[name], self._before)
+        read = self._read[name] = _RowCopier(self._version, self._tables[name], self._before)
         row_map = _row_map(self._version, name) or RowMap(self._tables[name].rows)
         if row_map.index is None:
             has_id = row_map.ids_of(rows)[1]
         else:
             has_id = own_rows(row_map, read.kept_ids(rows)) == rows
         return HotTable(rows[has_id & ~row_map.is_backfilled(rows)], read)
-
-
-def _that_come(tables: Mapping[str, HotTable]) -> dict[str, HotTable]:
-    """The same without the rows that Redis has no more, of which requests are told. RowsNotRead: half of all
-    do not come."""
-    are_here = {n: t.read.are_here(t.rows) for n, t in tables.items() if isinstance(t.read, _RowCopier)}
-    size, here = (sum(int(of(mask)) for mask in are_here.values()) for of in (np.size, np.count_nonzero))
-    if 2 * here < size:
-        raise RowsNotRead(size, size - here, 0)
-    return {n: t._replace(rows=t.rows[are_here[n]]) for n, t in tables.items() if are_here[n].any()}
 
 
 def _row_map(version: Segment, name: str) -> RowMap | None:
