@@ -160,9 +160,10 @@ def inspect(options: argparse.Namespace) -> int:
     if (o := h.owner) is not None:
         console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
     if (disk := _on_disk(segment)) is not None:
+        where = ["a disk"] * bool(segment.base.readers) + ["Redis"] * any(r.redis for r in h.remote)
         hot = f"{disk['hot_rows']:,} rows, {mb(disk['hot_bytes'])}" if disk["hot_rows"] else "none"
         console.print(
-            f"rows of {', '.join(disk['tables'])} are read from a disk or Redis, {mb(disk['bytes'])}; "
+            f"rows of {', '.join(disk['tables'])} are read from {' and '.join(where)}, {mb(disk['bytes'])}; "
             f"in a hot segment: {hot}"
         )
     for table in _tables(h):
