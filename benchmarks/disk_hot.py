@@ -47,7 +47,7 @@ def counts_of(root: Path, version: Segment) -> RowCounts:
         return RowCounts.shared(folder, version)
 
 
-def lookup_of(tables: Sequence[RowSource], ids: np.ndarray) -> Any:
+def request_of(tables: Sequence[RowSource], ids: np.ndarray) -> Any:
     """What a request does that pools as many of the ids of each table."""
     n, bags = ids.size // len(tables), ids.size // len(tables) // BAG
     planner = choose().planner([LookupKind(table, Pooling.SUM) for table in tables])
@@ -83,7 +83,7 @@ def hits(root: Path, rows: int, tables: int) -> list[dict[str, Any]]:
         for batch in BATCHES:
             ids = np.random.default_rng(3).choice(hot, batch // (BAG * tables) * BAG * tables)
             of_tables: dict[str, Mapping[str, RowSource]] = {"hot": placed.tables, "memory": plain}
-            calls = {name: lookup_of([of[t] for t in spec], ids) for name, of in of_tables.items()}
+            calls = {name: request_of([of[t] for t in spec], ids) for name, of in of_tables.items()}
             assert calls["hot"]().tobytes() == calls["memory"]().tobytes()
             times = alternate(calls, seconds=2.0)
             rates = {f"{name}_mrows_s": ids.size / each / 1e6 for name, each in times.items()}

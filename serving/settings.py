@@ -126,7 +126,9 @@ class ServerSettings(RootSettings):
         "as the answer says, or a 503 (error); a 503 where a table has none, or lies under a GPU's cache",
     )
     host_cache: Bytes = Field(
-        0, ge=0, description="memory for the rows used most of each model on a disk or in Redis; 0: none"
+        0,
+        ge=0,
+        description="memory for the rows used most of each model on a disk or in Redis, as 8GiB; 0: none",
     )
     host_cache_s: float = Field(
         30.0,

@@ -196,9 +196,8 @@ class Placer:
         if not (stored := read_from_disk(placed.placements)):
             return placed
         hot = self.disk.hot.over(segment, stored, number)
-        base = self.disk.hot.over(
-            segment.base, stored, number
-        )  # a device finds changes before rows are missing
+        # a device finds changes before rows are missing
+        base = self.disk.hot.over(segment.base, stored, number)
         tables, is_counted = dict(placed.on_gpu), False
         for name in stored:
             held = tables[name].residence
