@@ -1,6 +1,5 @@
 """Keys in Redis belong to a version: what a load that ended early wrote goes, what is read stays."""
 
-import itertools
 import os
 import shutil
 import signal
@@ -57,16 +56,17 @@ def test_a_load_that_is_killed_leaves_nothing_for_long(
 
 
 def _load_until_killed(folder: Path, root: Path, redis: RedisServer, after: int) -> None:
-    """Loads in a process that is killed once it wrote so many blocks."""
+    """Loads in a process that is killed once so many blocks were written, by any of its threads."""
     if (pid := os.fork()) == 0:
-        write, blocks = writer.RedisWriter.write, itertools.count()
+        write, written = writer.RedisWriter.write, list[int]()
 
         def until(self: writer.RedisWriter, first: int, packed: np.ndarray) -> None:
             step = self._place.block_rows
             for at in range(0, len(packed), step):
-                if next(blocks) == after:
+                if len(written) >= after:
                     os.kill(os.getpid(), signal.SIGKILL)
                 write(self, first + at, packed[at : at + step])
+                written.append(first + at)
 
         writer.RedisWriter.write = until  # type: ignore[method-assign]
         load(spec_of(folder, tier(redis)), root)
