@@ -9,7 +9,7 @@ from tableside.serving.model.request import Answer
 
 
 def batcher_of(backend: Any, max_batch: int) -> Batcher:
-    return Batcher(backend, max_batch, tell=_tell)
+    return Batcher(backend, max_batch, max_wait_s=600.0, tell=_tell)
 
 
 async def run_in(batcher: Batcher, request: Any, inputs: Any) -> Answer:

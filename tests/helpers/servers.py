@@ -99,6 +99,8 @@ def start_server(
         "0",
         "--drain-s",
         "0",
+        "--max-wait-s",  # for the device, which Triton's interpreter is on a busy machine
+        "60",
         *map(str, options),
     ]
     log = root.parent / f"{root.name}.log"

@@ -289,7 +289,7 @@ def test_answers_are_right_beside_updates_and_swaps(
 ) -> None:
     """While rows change and a version is compacted, each row is one that it had."""
     # On a busy machine batches of the interpreter take their time
-    server, stop, wrong = serve(*OPTIONS[how], "--max-wait-s", 60), threading.Event(), list[str]()
+    server, stop, wrong = serve(*OPTIONS[how]), threading.Event(), list[str]()
     allowed = {7: {float(VALUES[7, 0]), *map(float, range(1, 6))}}
 
     def ask(seed: int) -> None:

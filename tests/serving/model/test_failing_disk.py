@@ -124,7 +124,7 @@ def test_a_disk_that_hangs(served: Served) -> None:
 def test_a_disk_that_hangs_under_a_cache_on_a_device(disk: Path, tmp_path: Path) -> None:
     """What the cache has is answered, in batches without other rows; who asks for those is refused."""
     on_device = ("--devices", tables.serve_device(), "--gpu-from-ids", 0)
-    options = (*on_device, "--placement", "cached", "--hbm-budget", "1MiB", "--max-wait-s", 60)
+    options = (*on_device, "--placement", "cached", "--hbm-budget", "1MiB")
     with serving(disk, tmp_path, {}, *options) as served, Client(served.server.url, retries=0) as client:
         cached, rows = spread(np.arange(ROWS // 3), 1), np.arange(ROWS // 3, ROWS)
         right = expected(served.model, cached)

@@ -140,7 +140,7 @@ def test_ids_that_are_wrong_are_refused_as_on_the_cpu(start: Start) -> None:
 def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root: Path) -> None:
     """Twelve that came while the engine was stopped, two of them wrong, in fewer batches: each gets its
     own answer, and only those two are refused."""
-    server = start(*on_gpu(), "--max-batch", 6, "--max-wait-s", 60)
+    server = start(*on_gpu(), "--max-batch", 6)
     (engine,) = server.engines()
     refused, wrong = [], []
 

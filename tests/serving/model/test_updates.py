@@ -73,7 +73,7 @@ def ask(url: str, stop: threading.Event, seen: list[int], wrong: list[str]) -> N
             seen.append(int(min(values)))
 
 
-ENGINE = ("--devices", "interpreter", "--max-wait-s", 30)  # which is slow
+ENGINE = ("--devices", "interpreter")
 KERNELS = (
     *ENGINE,
     "--gpu-from-ids",
