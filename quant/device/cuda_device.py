@@ -158,7 +158,7 @@ class CudaDevice(Device):
         return address.value, base.value + size.value - address.value
 
     def copy(self, stream: int | None, target: int, source: int, size: int) -> None:
-        if code := _copying_driver().cuMemcpyAsync(target, source, size, stream):
+        if code := _copier()(target, source, size, stream):
             raise QuantError(f"cuMemcpyAsync failed (error {code})")
 
     def copy_to_host(self, target: int, source: int, size: int) -> None:
@@ -187,9 +187,12 @@ def _library() -> ctypes.PyDLL:
     return library
 
 
-def _copying_driver() -> ctypes.PyDLL:
-    """The same, once the context of torch's device is this thread's: the driver makes none by itself."""
-    if not hasattr(_here, "has_context"):
+def _copier() -> Any:
+    """The driver's copy, once the context of torch's device is this thread's: the driver makes none by
+    itself."""
+    try:
+        return _here.copy
+    except AttributeError:
         torch.cuda.current_stream().query()
-        _here.has_context = True
-    return _library()
+        _here.copy = _library().cuMemcpyAsync
+        return _here.copy

@@ -19,6 +19,7 @@ from tableside.serving.model.scorer import Scoring
 from tableside.serving.model.version import ServedVersion
 
 _HEAD = struct.Struct("<5q")  # model, state, layout, lookups, output bytes
+TARGET_BYTES = 3 * 8  # of its target
 _SCORES = struct.Struct("<3q")  # where they go, rows, whether nobody reads the vectors
 _PLACE_BYTES = 8 * len(Place._fields)
 _KEPT = 1024  # requests of a state that are kept: to lay one out takes 20 us of the engine's loop

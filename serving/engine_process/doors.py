@@ -185,8 +185,7 @@ class DoorConnection:
         if self._memory is None:
             raise ValueError("requests before hello")
         held, size = self._memory.view, self._memory.size
-        known: tuple[RequestTarget, int] | None = None
-        layouts: DescribedRequests | None = None
+        target: tuple[bytes, int] | None = None
         asked: list[Asked] = []
         for ask in messages.read_asks(message):
             begin, at, end = messages.places_of(ask)
@@ -194,12 +193,10 @@ class DoorConnection:
                 raise ValueError(f"request {ask.number} does not lie in its memory of {size} bytes")
             description, inputs = bytes(held[begin : begin + ask.described]), held[ask.at : ask.at + ask.size]
             parts = bytes(held[at:end]) if ask.parts else b""
-            wanted = described.wanted_by(description)
-            if (wanted, ask.names_version) != known:  # as the request before it, mostly
-                known, layouts = (
-                    (wanted, ask.names_version),
-                    self._doors.host.layouts(wanted, bool(ask.names_version)),
-                )
+            named = description[: described.TARGET_BYTES], ask.names_version
+            if named != target:  # as the request before it, mostly
+                target, wanted = named, described.wanted_by(description)
+                layouts = self._doors.host.layouts(wanted, bool(ask.names_version))
             said = bool(ask.names_version), ask.deadline / 1e9 if ask.deadline else None
             came = _Came(Reply(self, ask.number), wanted, *said, description, inputs, parts)
             if layouts is None:

@@ -80,7 +80,7 @@ def bytes_of(inputs: Any, description: bytes, parts: bytes = b"") -> int:
 
 
 def read_asks(message: bytes) -> list[Ask]:
-    return [Ask(*fields) for fields in ASK.iter_unpack(memoryview(message)[1:])]
+    return [*map(Ask._make, ASK.iter_unpack(memoryview(message)[1:]))]
 
 
 def read_numbers(message: bytes) -> list[int]:
