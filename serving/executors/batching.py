@@ -3,7 +3,6 @@ request waits for others. Two batches are under way at most: one is staged while
 One thread starts batches, the other waits for results and passes them on."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import queue
@@ -13,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -301,7 +301,7 @@ class Batcher:
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None, "a request came"
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _begin(self, batch: _Batch) -> Any:
@@ -320,26 +320,26 @@ class Batcher:
 
     def _finish(self, batch: _Batch, started: Any) -> "tuple[list[Answer | Exception], Times | None]":
         """Waits for a batch, and computes the CPU's scores."""
-        found, times = self._backend.batches.wait(started)
+        scores = batch.scores
+        with nullcontext() if scores is None else scores.waited_for(self._scores):
+            found, times = self._backend.batches.wait(started)
         answers: list[Answer | Exception] = []
-        places: list[int] = []
-        to_score: list[ToScore] = []
+        to_score: dict[int, ToScore] = {}
         for n, (w, result) in enumerate(zip(batch.taken, found, strict=True)):
             if isinstance(result, Refused):
                 answers.append(w.request.refusal(result))
                 continue
             answer = Answer(*result)
-            if batch.scores is not None and batch.scores.has(n):
-                answers.append(batch.scores.write(n, answer.buffer) or answer)
+            if scores is not None and scores.has(n):
+                answers.append(scores.write(n, answer.buffer) or answer)
                 continue
             if w.request.scoring is not None:
-                places.append(len(answers))
-                to_score.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
+                to_score[n] = ToScore(w.request.scoring, w.inputs, answer.buffer)
             answers.append(answer)
         if to_score:
-            for place, refused in zip(places, self._scores.run(to_score, self._tell_late), strict=True):
-                if refused is not None:
-                    answers[place] = refused
+            refused = self._scores.run([*to_score.values()], self._tell_late)
+            for n, why in zip(to_score, refused, strict=True):
+                answers[n] = why or answers[n]
         return answers, times
 
     def _end(self, batch: _Batch, found: "tuple[list[Answer | Exception], Times | None] | Exception") -> None:

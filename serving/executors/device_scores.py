@@ -2,11 +2,15 @@
 The rows of a scorer's requests go to its room (`serving.model.device_calls`) one after another, then a
 `ScoreStage` calls the scorers as on the CPU."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tableside.quant.contract import matrices_in
+import numpy as np
+from numpy.typing import NDArray
+
 from tableside.quant.gpu.batch.follower import FollowerInputs
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.scoring import ScoreStage, Tell
@@ -24,20 +28,20 @@ def is_scored_on_device(request: Request) -> bool:
     return scoring is not None and scoring.scorer.calls is not None and request.plan.is_on_device
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A request of a batch. room: its scorer's; start: its first row there; of: rows of all its requests."""
+class _Member(NamedTuple):
+    """A request of a batch. room: its scorer's; start: its first row there; targets: addresses of that row;
+    of: rows of all its requests."""
 
     number: int
     scoring: Scoring
-    inputs: Any
     room: "Room"
     start: int
+    targets: NDArray[np.int64]
     of: int
 
 
 class DeviceScores:
-    """One batch's scores; one thread makes, runs and reads them. requests: by number in the batch."""
+    """One batch's scores; one thread at a time. requests: by number in the batch."""
 
     def __init__(
         self, requests: Mapping[int, tuple[Request, Any]], stage: ScoreStage, tell: Tell | None
@@ -45,7 +49,9 @@ class DeviceScores:
         self._requests, self._stage, self._tell = requests, stage, tell
         self._members: dict[int, _Member] | None = None
         self._refused: dict[int, Exception | None] = {}
-        self._scores: dict[int, Floats] = {}
+        self._calls: list[Floats] = []  # the scores of each call
+        self._scores: dict[int, Floats] = {}  # of each request, parts of those
+        self._are_finite = False
 
     def has(self, number: int) -> bool:
         return number in self._requests
@@ -56,11 +62,7 @@ class DeviceScores:
             self._members = self._placed()
         if (member := self._members.get(number)) is None:
             return None
-        scoring = member.scoring
-        calls = _calls(scoring)
-        targets = member.room.addresses + member.start * calls.row_bytes
-        sources = matrices_in(scoring.sources)
-        return FollowerInputs(sources, scoring.rows, targets, scoring.is_alone, calls.precision)
+        return FollowerInputs(member.scoring.matrices, member.targets, member.scoring.is_alone)
 
     def _placed(self) -> dict[int, _Member]:
         of_scorer: dict[int, list[int]] = {}
@@ -69,21 +71,24 @@ class DeviceScores:
         placed = {}
         for numbers in of_scorer.values():
             scorings = [_scoring(self._requests[n][0]) for n in numbers]
-            rows = sum(s.rows for s in scorings)
-            room, start = _calls(scorings[0]).room(rows), 0
-            for n, scoring in zip(numbers, scorings, strict=True):
-                placed[n] = _Member(n, scoring, self._requests[n][1], room, start, rows)
-                start += scoring.rows
+            starts = [*accumulate((s.rows for s in scorings), initial=0)]
+            calls, rows = _calls(scorings[0]), starts[-1]
+            room = calls.room(rows)
+            targets = room.addresses + np.array(starts)[:, None] * calls.row_bytes
+            for n, *member in zip(numbers, scorings, starts, targets, strict=False):
+                scoring, start, own = member
+                placed[n] = _Member(n, scoring, room, start, own, rows)
         return placed
 
     def run(self) -> None:
         """As `Follower.run`. RuntimeError: the device was lost to a scorer."""
+        self._began = time.perf_counter()
         members = list((self._members or {}).values())
         refused = self._stage.run(members, self._tell, score=self._score)
         self._refused = {m.number: error for m, error in zip(members, refused, strict=True)}
 
     def _score(self, members: Sequence[_Member]) -> None:
-        """Scores requests with adjacent rows by one call. As `score_together`."""
+        """Begins to score requests with adjacent rows by one call. As `score_together`."""
         first, scorer = members[0], members[0].scoring.scorer
         rows = sum(m.scoring.rows for m in members)
         scorer.admit(rows)
@@ -94,18 +99,33 @@ class DeviceScores:
         if scores.shape != (expected := (rows, *first.scoring.output.shape[1:])):
             what = f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}"
             raise ApiError(500, ErrorKind.SCORER, what)
-        start = 0
+        self._calls.append(scores)
         for m in members:
-            part = scores[start : start + m.scoring.rows]
-            m.scoring.check(m.inputs, part)
-            self._scores[m.number] = part
-            start += m.scoring.rows
+            at = m.start - first.start
+            self._scores[m.number] = scores[at : at + m.scoring.rows]
+
+    @contextmanager
+    def waited_for(self, stage: ScoreStage) -> Iterator[None]:
+        """Surrounds the wait for the scores, each scorer within its time. stage: of the thread that waits."""
+        scorers = {id(s): s for s in (_scoring(request).scorer for request, _ in self._requests.values())}
+        with stage.waits([*scorers.values()], self._tell, self._began):
+            yield
+        self._are_finite = all(np.isfinite(scores).all() for scores in self._calls)
 
     def write(self, number: int, buffer: Buffer) -> Exception | None:
-        """Writes a request's scores to its output buffer after `run`, or returns its error."""
-        if (refused := self._refused.get(number)) is None:
-            _scoring(self._requests[number][0]).output.view(buffer)[:] = self._scores[number]
-        return refused
+        """Writes a request's scores to its output buffer once the batch is done, or returns its error."""
+        if (refused := self._refused.get(number)) is not None:
+            return refused
+        request, inputs = self._requests[number]
+        scoring, scores = _scoring(request), self._scores[number]
+        if not self._are_finite:
+            try:
+                scoring.check(inputs, scores)
+            except ApiError as error:
+                return error
+        at = scoring.output.at
+        buffer[at : at + scores.nbytes] = scores.reshape(-1).view(np.uint8)
+        return None
 
 
 def _scoring(request: Request) -> Scoring:

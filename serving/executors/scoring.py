@@ -5,6 +5,7 @@ answers other requests for `ending_s` seconds and ends. If the call blocks the e
 """
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -144,7 +145,18 @@ class ScoreStage:
             for n in members:
                 self._call(batch, [n], tell, time.perf_counter(), refused, score)
             return
-        SCORE_SECONDS.labels(scorer.model).observe(time.perf_counter() - began)
+        if self._is_device_lost is None:  # a device has only begun
+            SCORE_SECONDS.labels(scorer.model).observe(time.perf_counter() - began)
+
+    @contextmanager
+    def waits(self, scorers: Sequence[Scorer], tell: Tell | None, since: float) -> Iterator[None]:
+        """Surrounds the wait for what scorers compute on a device since `since`; the most hasty one is
+        watched. tell: as of `Deadline.watch`."""
+        hasty = min(scorers, key=lambda scorer: scorer.limits.timeout_s or math.inf)
+        with self._deadline.watch(hasty, tell):
+            yield
+        for scorer in scorers:
+            SCORE_SECONDS.labels(scorer.model).observe(time.perf_counter() - since)
 
 
 def _calls(batch: Sequence[ScoredRequest]) -> list[list[int]]:

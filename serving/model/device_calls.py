@@ -85,8 +85,9 @@ class DeviceCalls:
         return found
 
     def score(self, room: Room, start: int, rows: int, is_all: bool) -> NDArray[np.float32]:
-        """Computes scores of a room's rows [start, start + rows). is_all: the room holds no others.
-        RuntimeError, ValueError, ...: the scorer refuses the rows, or the device is lost."""
+        """Begins to compute scores of a room's rows [start, start + rows), which are there once the current
+        stream is done. is_all: the room holds no others. RuntimeError, ValueError, ...: the scorer refuses
+        the rows, or the device is lost."""
         with torch.inference_mode():
             graph = self._graph(room) if is_all and start == 0 else None
             if graph is None:
@@ -142,12 +143,10 @@ class DeviceCalls:
 
 
 def _to_host(scores: torch.Tensor) -> NDArray[np.float32]:
-    """Copies scores to the host: fp32 [rows], or [rows, n] for several a row."""
+    """Begins to copy scores to the host: fp32 [rows], or [rows, n] for several a row."""
     if scores.ndim == 2 and scores.shape[1] == 1:
         scores = scores[:, 0]
     host = torch.empty(scores.shape, dtype=torch.float32, pin_memory=scores.is_cuda)
     host.copy_(scores, non_blocking=True)
-    if scores.is_cuda:
-        torch.cuda.current_stream(scores.device).synchronize()
     found: NDArray[np.float32] = host.numpy()
     return found

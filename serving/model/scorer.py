@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.segment.header import ScorerInput
 from tableside.quant.contract import MatrixPlace, Precision, matrices_in
+from tableside.quant.gpu.batch.follower import Matrices
 from tableside.serving.errors import ApiError, ErrorKind, bad_request
 from tableside.serving.model.places import Buffer, Output
 
@@ -106,6 +107,11 @@ class Scoring:
     @property
     def rows(self) -> int:
         return self.output.shape[0]
+
+    @cached_property
+    def matrices(self) -> Matrices:
+        """The scorer's inputs, for a device that scores many requests together."""
+        return Matrices(matrices_in(self.sources), self.rows, self.scorer.precision)
 
     def check(self, inputs: Any, scores: Floats) -> None:
         """ApiError: a score is not finite; 400 if a dense tensor is not finite either, else 500."""

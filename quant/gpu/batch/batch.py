@@ -6,6 +6,7 @@ A follower's tensors come last in a request's inputs. Outputs that stay on the d
 the current stream; nothing waits for them."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ class DeviceBatch:
         self.buffers, self._device, self.follower, self.clock = buffers, device, follower, clock
         self._layouts = layouts = [layout for layout, _ in requests]
         taken = [None if follower is None else follower.takes(n) for n in range(len(layouts))]
-        self.fills = Fills(taken, device.block(FILL_BLOCK))
+        self.fills = Fills(layouts, taken, device.block(FILL_BLOCK))
         self._stays = [t is not None and t.stays for t in taken]
         self._elsewhere = {
             n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)
@@ -158,20 +159,21 @@ class DeviceBatch:
         host, device = self.buffers.host_in, self.buffers.device_in
         if self.fills.programs:
             inputs, outputs = device.data_ptr(), self.buffers.device_out.data_ptr()
+            bases = self._merged.bases if self.fills.tensors else ()
             tensors = [
                 inputs + b.inputs + aligned(la.in_bytes)
-                for b, la in zip(self._merged.bases, self._layouts, strict=True)
+                for b, la in zip(bases, self._layouts, strict=bool(bases))
             ]
             written = self.fills.written(
-                self._layouts, tensors, [outputs + at for at in self._merged.outputs_at], self._failed
+                tensors, [outputs + at for at in self._merged.outputs_at], self._failed
             )
             self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
         sent, staged = device.data_ptr(), host.data_ptr()
-        holes = [copy._replace(size=aligned(copy.size)) for copy in self._locked_reads]
+        holes = [Copy(at, 0, aligned(size)) for at, _, size in self._locked_reads]
         for first, end in gaps([*self._reads, *holes], self._end):
             self._device.copy(stream, sent + first, staged + first, end - first)
-        for copy in self._locked_reads:
-            self._device.copy(stream, sent + copy.staged, copy.address, copy.size)
+        for at, address, size in self._locked_reads:
+            self._device.copy(stream, sent + at, address, size)
         run_copies(self._device, stream, sent, self._reads, to_staged=True)
 
     def write_elsewhere(self, stream: int | None) -> None:
@@ -193,19 +195,23 @@ class DeviceBatch:
 
     def run_on_host(self) -> None:
         """Runs the CPU's lookups while the device works, and makes room for outputs that it assembles."""
-        for n, (layout, stays) in enumerate(zip(self._layouts, self._stays, strict=True)):
-            if stays or not layout.is_direct:
-                self._run_on_host(n)
-
-    def _run_on_host(self, n: int) -> None:
-        layout = self._layouts[n]
-        self._answers[n] = self.buffers.answer(layout.asked_bytes, is_copied=False)
-        if layout.host is not None:
-            try:
-                self._on_host[n] = layout.host.run(self._inputs[n], self._answers[n])
-            except (BadIds, RowsNotRead) as error:
-                self._failed[n] = isinstance(error, BadIds)
-                self._refused[n] = error.with_traceback(None)
+        apart = [
+            n
+            for n, (layout, stays) in enumerate(zip(self._layouts, self._stays, strict=True))
+            if stays or not layout.is_direct
+        ]
+        ends = [*accumulate((aligned(self._layouts[n].asked_bytes) for n in apart), initial=0)]
+        room = self.buffers.answer(ends[-1], is_copied=False) if apart else None
+        for n, at in zip(apart, ends, strict=False):
+            assert room is not None, "it is that of these requests"
+            layout = self._layouts[n]
+            self._answers[n] = answer = room[at : at + layout.asked_bytes]
+            if layout.host is not None:
+                try:
+                    self._on_host[n] = layout.host.run(self._inputs[n], answer)
+                except (BadIds, RowsNotRead) as error:
+                    self._failed[n] = isinstance(error, BadIds)
+                    self._refused[n] = error.with_traceback(None)
 
     def results(self) -> list[LookupResult | Refused]:
         """Returns each request's result once the device is done. Outputs that stay on the device have an

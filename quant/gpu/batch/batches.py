@@ -45,8 +45,8 @@ class Batches:
 
     def run(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> Results:
         """Runs requests as one batch; returns outputs and `Unfound`, or the error, of each.
-        Outputs keep the batch's page-locked memory alive. follower: runs on the device before the wait, in
-        the requests' order. Rows of a refused request are arbitrary finite numbers and do not affect
+        Outputs keep the batch's page-locked memory alive. follower: runs on the device behind the lookups,
+        in the requests' order. Rows of a refused request are arbitrary finite numbers and do not affect
         others."""
         return self.wait(self.begin(requests, timed, follower))
 
@@ -149,10 +149,10 @@ class Batches:
             launcher.device.copy(stream, address_of(outputs.data), source, outputs.size)
         if clock:
             clock.mark()
-        batch.done = launcher.stream.record_event(buffers.done)
-        batch.run_on_host()
         if batch.follower is not None:
             batch.follower.run()
+        batch.done = launcher.stream.record_event(buffers.done)
+        batch.run_on_host()
 
     def _own(self, plan: Plan) -> GpuPlan:
         if not isinstance(plan, GpuPlan) or plan.batches is not self:

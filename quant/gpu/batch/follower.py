@@ -4,7 +4,7 @@ Tensors are staged and sent with the ids; one launch fills the matrices (`quant.
 that only the follower reads stay on the device. Imports neither torch nor Triton."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +21,49 @@ FILL_BLOCK = 1024  # values that a program copies
 _IS_OUTPUT, _AT, _ROW_BYTES, _IS_HALF, _WIDTH = range(len(MatrixPlace._fields))
 
 
-class FollowerInputs(NamedTuple):
-    """A follower's inputs from one request: matrices of `rows` rows.
-    sources: int64 [matrices, fields of MatrixPlace]. targets: int64 [matrices], device addresses of
-    [rows, width] of `precision`. stays: the outputs are not copied to the host."""
+class Matrices:
+    """Matrices of a request that a follower reads, in whichever batch it is.
+    sources: int64 [matrices, fields of MatrixPlace]. rows: of each. precision: what they become. is_output:
+    bool [matrices]. tensors: those among the inputs: (byte, byte among what is staged, bytes). staged_bytes:
+    of all tensors."""
 
-    sources: NDArray[np.int64]
-    rows: int
+    def __init__(self, sources: NDArray[np.int64], rows: int, precision: Precision = Precision.FP32) -> None:
+        self._sources, self.is_output = sources, sources[:, _IS_OUTPUT] != 0
+        self._jobs = jobs = np.zeros((len(sources), len(FillField)), np.int64)
+        is_half = sources[:, _IS_HALF]
+        jobs[:, FillField.VALUES] = rows * sources[:, _WIDTH]
+        jobs[:, FillField.IS_HALF], jobs[:, FillField.WIDTH] = is_half, sources[:, _WIDTH]
+        jobs[:, FillField.STEP] = sources[:, _ROW_BYTES] // np.where(is_half, 2, 4)
+        jobs[:, FillField.PRECISION] = precision
+        which = ~self.is_output
+        sizes = 4 * jobs[which, FillField.VALUES]
+        ends = np.cumsum(_aligned(sizes))
+        self._staged_at = ends - _aligned(sizes)
+        rows_of = zip(*(a.tolist() for a in (sources[which, _AT], self._staged_at, sizes)), strict=True)
+        self.tensors, self.staged_bytes = tuple(rows_of), int(ends[-1]) if ends.size else 0
+        self._placed: tuple[Layout | None, NDArray[np.int64]] = None, jobs
+
+    def jobs(self, layout: "Layout") -> NDArray[np.int64]:
+        """Returns the jobs that fill them, int64 [matrices, fields of FillField], not to be changed. A source
+        counts from the staged outputs of the request, or from its staged tensors; targets are left out."""
+        of, jobs = self._placed
+        if of is not layout:
+            jobs = self._jobs.copy()
+            jobs[:, FillField.SOURCE] = _staged_at(layout, self._sources[:, _AT])
+            jobs[~self.is_output, FillField.SOURCE] = self._staged_at
+            if not layout.is_direct:  # such vectors lie one after another
+                jobs[:, FillField.STEP] = jobs[:, FillField.WIDTH]
+            self._placed = layout, jobs
+        return jobs
+
+
+class FollowerInputs(NamedTuple):
+    """A follower's inputs from one request. targets: int64 [matrices], device addresses of [rows, width].
+    stays: the outputs are not copied to the host."""
+
+    matrices: Matrices
     targets: NDArray[np.int64]
     stays: bool
-    precision: Precision = Precision.FP32
 
 
 class StagedTensor(NamedTuple):
@@ -58,81 +91,47 @@ class Follower(Protocol):
 class Fills:
     """Jobs that fill a batch's matrices. taken: of each request. block: values a program. Sources are known
     once all is staged (`written`).
-    input_bytes: staged bytes of each request's matrices among its inputs. tensors: these matrices."""
+    input_bytes: staged bytes of each request's tensors among its inputs. tensors: these."""
 
     programs = programs_at = size = 0
     tensors: tuple[StagedTensor, ...] = ()
 
-    def __init__(self, taken: Sequence[FollowerInputs | None], block: int) -> None:
-        self.input_bytes = [0] * len(taken)
-        self._held = [(n, t) for n, t in enumerate(taken) if t is not None]
-        if self._held:
-            self._lay_out(block)
-            if not self._is_output.all():
-                self._stage()
-
-    def _lay_out(self, block: int) -> None:
-        self._counts = [len(t.sources) for _, t in self._held]
-        self._sources = sources = np.concatenate([t.sources for _, t in self._held])
-        self._is_output = sources[:, _IS_OUTPUT] != 0
-        self._values = values = np.repeat([t.rows for _, t in self._held], self._counts) * sources[:, _WIDTH]
-        programs = -(-values // block)
+    def __init__(
+        self, layouts: Sequence["Layout"], taken: Sequence[FollowerInputs | None], block: int
+    ) -> None:
+        self.input_bytes = [0 if t is None else t.matrices.staged_bytes for t in taken]
+        held = [(n, t) for n, t in enumerate(taken) if t is not None]
+        if not held:
+            return
+        self._jobs = jobs = np.concatenate([t.matrices.jobs(layouts[n]) for n, t in held])
+        jobs[:, FillField.TARGET] = np.concatenate([t.targets for _, t in held])
+        programs = -(-jobs[:, FillField.VALUES] // block)
+        jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(programs) - programs
         self._of_program = np.repeat(np.arange(len(programs), dtype=np.int32), programs)
-        self._jobs = np.zeros((len(programs), len(FillField)), np.int64)
-        self._jobs[:, FillField.VALUES] = values
-        self._jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(programs) - programs
-        self._jobs[:, FillField.IS_HALF] = is_half = sources[:, _IS_HALF]
-        self._jobs[:, FillField.WIDTH] = sources[:, _WIDTH]
-        self._jobs[:, FillField.STEP] = sources[:, _ROW_BYTES] // np.where(is_half, 2, 4)
-        self._jobs[:, FillField.TARGET] = np.concatenate([t.targets for _, t in self._held])
-        self._jobs[:, FillField.PRECISION] = np.repeat([t.precision for _, t in self._held], self._counts)
+        self._requests = np.repeat([n for n, _ in held], [len(t.targets) for _, t in held])
+        self.tensors = tuple(StagedTensor(n, *one) for n, t in held for one in t.matrices.tensors)
+        if self.tensors:
+            self._is_output = np.concatenate([t.matrices.is_output for _, t in held])
         self.programs = self._of_program.size
-        self.programs_at = self._jobs.nbytes
+        self.programs_at = jobs.nbytes
         self.size = _aligned(self.programs_at + self._of_program.nbytes)
 
-    def _stage(self) -> None:
-        """Lays a request's tensors out one after another."""
-        found = []
-        at = [0] * len(self.input_bytes)
-        owners = np.repeat([n for n, _ in self._held], self._counts)
-        which = np.flatnonzero(~self._is_output)
-        rows = zip(
-            owners[which].tolist(),
-            self._sources[which, _AT].tolist(),
-            (4 * self._values[which]).tolist(),
-            strict=True,
-        )
-        for number, source_at, size in rows:
-            found.append(StagedTensor(number, source_at, at[number], size))
-            at[number] += _aligned(size)
-        self.input_bytes, self.tensors = at, tuple(found)
-
-    def written(
-        self,
-        layouts: Sequence["Layout"],
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        failed: Sequence[bool],
-    ) -> bytes:
+    def written(self, inputs: Sequence[int], outputs: Sequence[int], failed: Sequence[bool]) -> bytes:
         """Returns the jobs, and from `programs_at` on the job of each program.
-        inputs, outputs: device addresses of each request's tensors and staged outputs. failed: requests
-        without rows; their vectors become zeros."""
-        at = self._sources[:, _AT]
-        if not all(layouts[n].is_direct for n, _ in self._held):
-            at = np.concatenate([_staged_at(layouts[n], t.sources[:, _AT]) for n, t in self._held])
-            apart = np.repeat([not layouts[n].is_direct for n, _ in self._held], self._counts)
-            steps = self._jobs[:, FillField.STEP]  # such vectors lie one after another
-            steps[apart] = self._jobs[apart, FillField.WIDTH]
-        sources = at + np.repeat([outputs[n] for n, _ in self._held], self._counts)
+        inputs, outputs: device addresses of each request's tensors, if there are any, and staged outputs.
+        failed: requests without rows; their vectors become zeros."""
+        sources = self._jobs[:, FillField.SOURCE]
+        found = sources + np.array(outputs)[self._requests]
         if any(failed):
-            sources[np.repeat([failed[n] for n, _ in self._held], self._counts)] = 0
+            found[np.array(failed)[self._requests]] = 0
         if self.tensors:
-            sources[~self._is_output] = [inputs[t.number] + t.staged_at for t in self.tensors]
-        self._jobs[:, FillField.SOURCE] = sources
+            found = np.where(self._is_output, found, sources + np.array(inputs)[self._requests])
+        self._jobs[:, FillField.SOURCE] = found
         return self._jobs.tobytes() + self._of_program.tobytes()
 
 
-def _aligned(n: int) -> int:
+def _aligned(n: Any) -> Any:
+    """A number, or numbers, rounded up."""
     return -(-n // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -17,7 +17,7 @@ from tableside.quant import BadIds, Lookup, LookupKind, Pooling, Precision, RowF
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import MatrixPlace, place_of
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, FollowerInputs, StagedTensor
+from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, FollowerInputs, Matrices, StagedTensor
 from tableside.quant.gpu.kernels.job import FillField
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,9 @@ class Gathers:
                 for m, w in zip(self.matrices, self.widths, strict=True)
             ]
             self._taken.append(
-                FollowerInputs(np.array(own, np.int64), count, np.array(targets, np.int64), one, precision)
+                FollowerInputs(
+                    Matrices(np.array(own, np.int64), count, precision), np.array(targets, np.int64), one
+                )
             )
             start += count
         self.seen: list[np.ndarray] = []
@@ -269,24 +271,19 @@ def test_jobs_of_many_programs() -> None:
     """Each program knows its job, and how many programs of the job come before it; of failed requests
     zeros are taken."""
     direct: Any = SimpleNamespace(is_direct=True)
-    taken = [
-        FollowerInputs(
-            np.array([(0, 40, 12, 0, 3), (1, 0, 4 * WIDTH, 0, WIDTH), (0, 7, 20, 0, 5)]),
-            2 * FILL_BLOCK // WIDTH + 1,
-            np.array([200, 100, 300]),
-            True,
-        ),
-        None,
-        FollowerInputs(
-            np.array([(1, 16, 18, 1, 4)]), FILL_BLOCK // 4, np.array([400]), False, Precision.BF16
-        ),
-    ]
-    fills = Fills(taken, FILL_BLOCK)
     rows = 2 * FILL_BLOCK // WIDTH + 1
+    three = np.array([(0, 40, 12, 0, 3), (1, 0, 4 * WIDTH, 0, WIDTH), (0, 7, 20, 0, 5)])
+    of_half = Matrices(np.array([(1, 16, 18, 1, 4)]), FILL_BLOCK // 4, Precision.BF16)
+    taken = [
+        FollowerInputs(Matrices(three, rows), np.array([200, 100, 300]), True),
+        None,
+        FollowerInputs(of_half, np.array([400]), False),
+    ]
+    fills = Fills([direct] * 3, taken, FILL_BLOCK)
     staged = -(-4 * 3 * rows // 16) * 16  # the second tensor lies behind the first one
     assert fills.tensors == (StagedTensor(0, 40, 0, 12 * rows), StagedTensor(0, 7, staged, 20 * rows))
     assert fills.input_bytes == [staged + -(-20 * rows // 16) * 16, 0, 0]
-    written = fills.written([direct] * 3, [2000, 0, 0], [1000, 0, 3000], [False, False, True])
+    written = fills.written([2000, 0, 0], [1000, 0, 3000], [False, False, True])
     jobs = np.frombuffer(written[: fills.programs_at], np.int64).reshape(-1, len(FillField))
     np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [2000, 1000, 2000 + staged, 0])
     np.testing.assert_array_equal(jobs[:, FillField.TARGET], [200, 100, 300, 400])

@@ -156,8 +156,9 @@ def test_features_that_come_together_are_scored(root: Path, tmp_path: Path, alon
     )
 
 
+@pytest.mark.parametrize("hangs_in", ["call", "wait"])
 def test_a_late_scorer_on_a_device_refuses_all_that_wait(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_in: str
 ) -> None:
     """Its call is watched, the wait for its scores included; who is told of it refuses the batch and what
     comes later."""
@@ -172,8 +173,10 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(
     monkeypatch.setattr("tableside.serving.executors.scoring.Deadline.watch", watch)
     scorer = both.device["ctr"].scorer
     assert scorer is not None and scorer.calls is not None
-    run = scorer.calls._run
-    scorer.calls._run = lambda inputs: began.set() or (let_go.wait(300) and run(inputs))  # type: ignore[func-returns-value]
+    held: Any = both.placer.gpu.batches if hangs_in == "wait" else scorer.calls
+    name = "wait" if hangs_in == "wait" else "_run"
+    own = getattr(held, name)
+    monkeypatch.setattr(held, name, lambda given: began.set() or (let_go.wait(300) and own(given)))  # type: ignore[func-returns-value]
     scorer.limits = ScorerLimits(timeout_s=60.0)
 
     async def ask() -> None:
@@ -183,7 +186,7 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(
         ]
         while not began.is_set():
             await asyncio.sleep(0.001)
-        tells[0](scorer)
+        tells[-1](scorer)
         for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20):
             assert isinstance(error, ApiError) and "ctr version 1 took longer than 60 s" in error.message
         let_go.set()
