@@ -3,6 +3,7 @@
     python benchmarks/gpu_engine.py            # 26 features x 32 bags x 20 ids, int8 D 128, 4 workers
 
 Half of the cores are the server's, the other half the load generators', which are processes of their own.
+The CPU's server runs with as many workers as the others, and with one a core.
 First every server is asked as much as it answers (closed loop). Then each gets half of what the CPU's server
 answered, at random times, and latencies count from when a request was due. One request's vectors are held
 against the CPU's kernel before. `loop us` is the CPU time of the engine's event loop for a request, `engine
@@ -148,18 +149,20 @@ def main() -> None:
     ours, theirs = cores[: len(cores) // 2], cores[len(cores) // 2 :]
     budget = f"{FEATURES * ROWS * 144 // 10 >> 20}MiB"
     ways = {
-        "cpu": (),
-        "hbm": ("--devices", 0, "--placement", "hbm"),
-        "cached 10 %": ("--devices", 0, "--placement", "cached", "--hbm-budget", budget),
+        "cpu": ("--workers", WORKERS),
+        "cpu, a worker a core": ("--workers", len(ours)),
+        "hbm": ("--workers", WORKERS, "--devices", 0, "--placement", "hbm"),
+        "cached 10 %": (
+            *("--workers", WORKERS, "--devices", 0, "--placement", "cached"),
+            *("--hbm-budget", budget),
+        ),
     }
     with shared_folder() as root, ExitStack() as stack:
         publish_random(root, "ads", {f"t{i}": (ROWS, DIM, "int8") for i in range(FEATURES)})
         os.sched_setaffinity(0, ours)  # of the servers, which inherit it
         servers = {}
         for name, options in ways.items():
-            servers[name] = stack.enter_context(
-                serve(root, ["ads"], "--workers", WORKERS, "--verify", "header", *options)
-            )
+            servers[name] = stack.enter_context(serve(root, ["ads"], "--verify", "header", *options))
             console.print(f"{name}: ready in {servers[name].ready_s:.1f} s")
             check_placed(root, servers[name].url, FEATURES)
         os.sched_setaffinity(0, theirs)
