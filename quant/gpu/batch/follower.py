@@ -4,7 +4,7 @@ Tensors are staged and sent with the ids; one launch fills the matrices (`quant.
 that only the follower reads stay on the device. Imports neither torch nor Triton."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,39 +22,21 @@ _IS_OUTPUT, _AT, _ROW_BYTES, _IS_HALF, _WIDTH = range(len(MatrixPlace._fields))
 
 
 class Matrices:
-    """Matrices of a request that a follower reads, in whichever batch it is.
-    sources: int64 [matrices, fields of MatrixPlace]. rows: of each. precision: what they become. is_output:
-    bool [matrices]. tensors: those among the inputs: (byte, byte among what is staged, bytes). staged_bytes:
-    of all tensors."""
+    """Matrices of a request that a follower reads, in whichever batch it is. sources: int64 [matrices, fields
+    of MatrixPlace]. rows: of each. precision: what they become."""
 
     def __init__(self, sources: NDArray[np.int64], rows: int, precision: Precision = Precision.FP32) -> None:
-        self._sources, self.is_output = sources, sources[:, _IS_OUTPUT] != 0
-        self._jobs = jobs = np.zeros((len(sources), len(FillField)), np.int64)
-        is_half = sources[:, _IS_HALF]
-        jobs[:, FillField.VALUES] = rows * sources[:, _WIDTH]
-        jobs[:, FillField.IS_HALF], jobs[:, FillField.WIDTH] = is_half, sources[:, _WIDTH]
-        jobs[:, FillField.STEP] = sources[:, _ROW_BYTES] // np.where(is_half, 2, 4)
-        jobs[:, FillField.PRECISION] = precision
-        which = ~self.is_output
-        sizes = 4 * jobs[which, FillField.VALUES]
-        ends = np.cumsum(_aligned(sizes))
-        self._staged_at = ends - _aligned(sizes)
-        rows_of = zip(*(a.tolist() for a in (sources[which, _AT], self._staged_at, sizes)), strict=True)
-        self.tensors, self.staged_bytes = tuple(rows_of), int(ends[-1]) if ends.size else 0
-        self._placed: tuple[Layout | None, NDArray[np.int64]] = None, jobs
+        self.sources, self.rows, self.precision = sources, rows, precision
+        self._kept: tuple[Layout | None, NDArray[np.int64]] = None, sources
 
-    def jobs(self, layout: "Layout") -> NDArray[np.int64]:
-        """Returns the jobs that fill them, int64 [matrices, fields of FillField], not to be changed. A source
-        counts from the staged outputs of the request, or from its staged tensors; targets are left out."""
-        of, jobs = self._placed
+    def staged_at(self, layout: "Layout") -> NDArray[np.int64]:
+        """Returns the byte offsets of the vectors among the staged outputs of `layout`. The last one's are
+        kept: to search them takes as long as all else that a follower takes of a request."""
+        of, found = self._kept
         if of is not layout:
-            jobs = self._jobs.copy()
-            jobs[:, FillField.SOURCE] = _staged_at(layout, self._sources[:, _AT])
-            jobs[~self.is_output, FillField.SOURCE] = self._staged_at
-            if not layout.is_direct:  # such vectors lie one after another
-                jobs[:, FillField.STEP] = jobs[:, FillField.WIDTH]
-            self._placed = layout, jobs
-        return jobs
+            found = _staged_at(layout, self.sources[:, _AT])
+            self._kept = layout, found
+        return found
 
 
 class FollowerInputs(NamedTuple):
@@ -99,39 +81,59 @@ class Fills:
     def __init__(
         self, layouts: Sequence["Layout"], taken: Sequence[FollowerInputs | None], block: int
     ) -> None:
-        self.input_bytes = [0 if t is None else t.matrices.staged_bytes for t in taken]
-        held = [(n, t) for n, t in enumerate(taken) if t is not None]
+        self.input_bytes = [0] * len(taken)
+        held = [(n, t, t.matrices) for n, t in enumerate(taken) if t is not None]
         if not held:
             return
-        self._jobs = jobs = np.concatenate([t.matrices.jobs(layouts[n]) for n, t in held])
-        jobs[:, FillField.TARGET] = np.concatenate([t.targets for _, t in held])
-        programs = -(-jobs[:, FillField.VALUES] // block)
-        jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(programs) - programs
+        sources = np.concatenate([m.sources for _, _, m in held])
+        of_request = [(n, m.rows, m.precision, layouts[n].is_direct) for n, _, m in held]
+        counts = [len(m.sources) for _, _, m in held]
+        self._requests, rows, precision, is_direct = np.repeat(np.array(of_request), counts, 0).T
+        self._is_output, is_half = sources[:, _IS_OUTPUT] != 0, sources[:, _IS_HALF]
+        width, row_bytes = sources[:, _WIDTH], sources[:, _ROW_BYTES]
+        values = rows * width
+        programs = -(-values // block)
         self._of_program = np.repeat(np.arange(len(programs), dtype=np.int32), programs)
-        self._requests = np.repeat([n for n, _ in held], [len(t.targets) for _, t in held])
-        self.tensors = tuple(StagedTensor(n, *one) for n, t in held for one in t.matrices.tensors)
-        if self.tensors:
-            self._is_output = np.concatenate([t.matrices.is_output for _, t in held])
+        self._jobs = jobs = np.zeros((len(programs), len(FillField)), np.int64)
+        jobs[:, FillField.SOURCE] = np.concatenate([m.staged_at(layouts[n]) for n, _, m in held])
+        jobs[:, FillField.TARGET] = np.concatenate([t.targets for _, t, _ in held])
+        jobs[:, FillField.VALUES], jobs[:, FillField.WIDTH] = values, width
+        # vectors that the host brings together lie one after another here
+        jobs[:, FillField.STEP] = np.where(is_direct, row_bytes // np.where(is_half, 2, 4), width)
+        jobs[:, FillField.IS_HALF], jobs[:, FillField.PRECISION] = is_half, precision
+        jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(programs) - programs
+        if not self._is_output.all():
+            self._stage(sources[:, _AT])
         self.programs = self._of_program.size
         self.programs_at = jobs.nbytes
         self.size = _aligned(self.programs_at + self._of_program.nbytes)
+
+    def _stage(self, at: NDArray[np.int64]) -> None:
+        """Lays a request's tensors out one after another. at: where its inputs have them."""
+        found = []
+        which = np.flatnonzero(~self._is_output)
+        sizes = 4 * self._jobs[which, FillField.VALUES]
+        for number, source, size in zip(
+            *(a.tolist() for a in (self._requests[which], at[which], sizes)), strict=True
+        ):
+            found.append(StagedTensor(number, source, self.input_bytes[number], size))
+            self.input_bytes[number] += _aligned(size)
+        self.tensors = tuple(found)
 
     def written(self, inputs: Sequence[int], outputs: Sequence[int], failed: Sequence[bool]) -> bytes:
         """Returns the jobs, and from `programs_at` on the job of each program.
         inputs, outputs: device addresses of each request's tensors, if there are any, and staged outputs.
         failed: requests without rows; their vectors become zeros."""
-        sources = self._jobs[:, FillField.SOURCE]
-        found = sources + np.array(outputs)[self._requests]
+        sources = self._jobs[:, FillField.SOURCE] + np.array(outputs)[self._requests]
         if any(failed):
-            found[np.array(failed)[self._requests]] = 0
+            sources[np.array(failed)[self._requests]] = 0
         if self.tensors:
-            found = np.where(self._is_output, found, sources + np.array(inputs)[self._requests])
-        self._jobs[:, FillField.SOURCE] = found
+            sources[~self._is_output] = [inputs[t.number] + t.staged_at for t in self.tensors]
+        self._jobs[:, FillField.SOURCE] = sources
         return self._jobs.tobytes() + self._of_program.tobytes()
 
 
-def _aligned(n: Any) -> Any:
-    """A number, or numbers, rounded up."""
+def _aligned(n: int) -> int:
     return -(-n // _ALIGNMENT) * _ALIGNMENT
 
 
