@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from drawing import usual
+from drawing import shuffle, usual
 
 pytestmark = pytest.mark.quick
 
@@ -37,3 +37,13 @@ def test_a_half_is_in_every_other_run_and_the_seed_says_in_which() -> None:
     chosen = [len(usual([one], str(seed))) for seed in range(1000)]
     assert 400 < sum(chosen) < 600  # 6 standard deviations of a fair coin
     assert chosen == [len(usual([one], str(seed))) for seed in range(1000)]
+
+
+def test_files_come_in_an_order_of_the_seed() -> None:
+    items = [SimpleNamespace(path=f"{file}", name=n) for file in range(9) for n in range(3)]
+    orders: list[list[Any]] = [[*items] for _ in "aab"]
+    for order, seed in zip(orders, "aab", strict=True):
+        shuffle(order, seed)
+        assert [one.name for one in order] == [0, 1, 2] * 9
+        assert {one.path for one in order[:3]} == {order[0].path}
+    assert orders[0] == orders[1] != orders[2]

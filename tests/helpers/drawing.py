@@ -9,12 +9,12 @@ the files too: tests that wait for processes lie in few folders, and are to run 
 import gc
 import os
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from random import Random
 
 import pytest
 
-gc.disable()  # until all tests are collected: a million objects that stay
 SEED = os.environ.setdefault("DRAW", os.urandom(4).hex())  # xdist's workers inherit it
 
 
@@ -33,12 +33,21 @@ def pytest_report_header() -> str:
     return f"tests are drawn with DRAW={SEED}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Tests are a million objects that stay. A `gc.collect` of a test does not look at them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    gc.freeze()
-    gc.enable()
     if any("::" in argument for argument in config.args):
         return
-    shuffle(items)
+    shuffle(items, SEED)
     if config.option.all:
         return
     chosen = usual(items, SEED)
@@ -49,13 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in chosen]
 
 
-def shuffle(items: list[pytest.Item]) -> None:
-    """Orders the files by the seed."""
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Orders the files by the seed, and leaves each one's tests as they are."""
     files = defaultdict[Path, list[pytest.Item]](list)
     for item in items:
         files[item.path].append(item)
     names = list(files)
-    Random(SEED).shuffle(names)
+    Random(seed).shuffle(names)
     items[:] = [item for name in names for item in files[name]]
 
 
