@@ -153,7 +153,7 @@ def _ready_plan(request: Request, inputs: Any) -> Plan:
 
 
 class _WhileAway:
-    """A follower that runs while the tables' memory is given back."""
+    """A follower that is waited for while the tables' memory is given back."""
 
     def __init__(self, gpu: "GpuBackend", follower: Follower) -> None:
         self._gpu, self._follower = gpu, follower
@@ -165,6 +165,7 @@ class _WhileAway:
         self._gpu.stash()
         try:
             self._follower.run()
+            self._gpu.batches.launcher.stream.synchronize()
         finally:
             self._gpu.restore()
 

@@ -5,13 +5,12 @@ answers other requests for `ending_s` seconds and ends. If the call blocks the e
 """
 
 import logging
-import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,10 +57,11 @@ class Deadline:
             yield
             return
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run, args=(min(1.0, timeout_s / 8),), name="deadline", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
         self._call = _Call(scorer, time.monotonic() + timeout_s, tell)
         try:
             yield
@@ -145,16 +145,27 @@ class ScoreStage:
             for n in members:
                 self._call(batch, [n], tell, time.perf_counter(), refused, score)
             return
-        if self._is_device_lost is None:  # a device has only begun
+        if score is score_together:  # others have only begun
             SCORE_SECONDS.labels(scorer.model).observe(time.perf_counter() - began)
 
     @contextmanager
     def waits(self, scorers: Sequence[Scorer], tell: Tell | None, since: float) -> Iterator[None]:
-        """Surrounds the wait for what scorers compute on a device since `since`; the most hasty one is
-        watched. tell: as of `Deadline.watch`."""
-        hasty = min(scorers, key=lambda scorer: scorer.limits.timeout_s or math.inf)
-        with self._deadline.watch(hasty, tell):
-            yield
+        """Surrounds the wait for what scorers compute on a device since `since`. If they are late the first
+        one is named. tell: as of `Deadline.watch`. RuntimeError: the device was lost meanwhile."""
+        with ExitStack() as watch:
+            try:
+                watch.enter_context(self._deadline.watch(scorers[0], tell))
+            except (
+                RuntimeError
+            ):  # there is no room for a thread; what is under way is waited for all the same
+                logger.exception("the scorer of %s is not watched", scorers[0].name)
+            try:
+                yield
+            except Exception as error:
+                if self._is_device_lost is not None and self._is_device_lost():
+                    names = " or ".join(scorer.name for scorer in scorers)
+                    raise RuntimeError(f"the device was lost, perhaps to the scorer of {names}") from error
+                raise
         for scorer in scorers:
             SCORE_SECONDS.labels(scorer.model).observe(time.perf_counter() - since)
 

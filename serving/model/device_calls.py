@@ -6,6 +6,7 @@ large calls, and scorers that cannot be captured (logged once) are called direct
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class DeviceCalls:
         self._rooms: dict[int, Room] = {}
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
+        # Torch records an event where such memory goes, which another thread must not do during a capture.
+        self._sent: deque[torch.Tensor] = deque(maxlen=4)  # scores of more batches than are under way
 
     def room(self, rows: int) -> Room:
         """Returns room for `rows`; it overwrites an earlier batch's."""
@@ -91,9 +94,9 @@ class DeviceCalls:
         with torch.inference_mode():
             graph = self._graph(room) if is_all and start == 0 else None
             if graph is None:
-                return _to_host(self._run([i[start : start + rows] for i in room.inputs]))
+                return self._to_host(self._run([i[start : start + rows] for i in room.inputs]))
             graph.graph.replay()
-            return _to_host(graph.scores[:rows])
+            return self._to_host(graph.scores[:rows])
 
     def warm_up(self, admit: Callable[[int], object]) -> None:
         """Makes the small graphs that the scorer may take. admit: `Scorer.admit`."""
@@ -124,6 +127,16 @@ class DeviceCalls:
                 logger.warning(what, self._name, error)
         return found
 
+    def _to_host(self, scores: torch.Tensor) -> NDArray[np.float32]:
+        """Begins to copy scores to the host: fp32 [rows], or [rows, n] for several a row."""
+        if scores.ndim == 2 and scores.shape[1] == 1:
+            scores = scores[:, 0]
+        host = torch.empty(scores.shape, dtype=torch.float32, pin_memory=scores.is_cuda)
+        host.copy_(scores, non_blocking=True)
+        self._sent.append(host)
+        found: NDArray[np.float32] = host.numpy()
+        return found
+
     def _captured(self, room: Room) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream(self.device).synchronize()
@@ -140,13 +153,3 @@ class DeviceCalls:
         # are held here.
         self._pool = graph.pool()
         return _Graph(graph, scores)
-
-
-def _to_host(scores: torch.Tensor) -> NDArray[np.float32]:
-    """Begins to copy scores to the host: fp32 [rows], or [rows, n] for several a row."""
-    if scores.ndim == 2 and scores.shape[1] == 1:
-        scores = scores[:, 0]
-    host = torch.empty(scores.shape, dtype=torch.float32, pin_memory=scores.is_cuda)
-    host.copy_(scores, non_blocking=True)
-    found: NDArray[np.float32] = host.numpy()
-    return found

@@ -36,6 +36,8 @@ from tableside.quant.gpu.batch.layout import Layout, aligned
 from tableside.quant.gpu.batch.placed import BatchLayout, Copy, Launches
 from tableside.quant.gpu.batch.resolve import COUNT_BYTES, COUNTS
 
+SHARED_BYTES = 4 << 20  # of answers in one block, which is there until the last of them is read
+
 
 class LookupResult(NamedTuple):
     """A request's result. outputs: uint8; unfound: as `Plan.run` returns it."""
@@ -50,7 +52,7 @@ class DeviceBatch:
     change until the batch is done. counts: int64 [lookups * 2] behind the outputs on the device: `Unfound` of
     lookups with mapped ids. The host gets outputs and counts [stay_bytes, out_bytes). ticket: of cached rows.
     is_launched: False: its lookups are still to be. outputs: the batch's outputs on the host; done: an event
-    behind them."""
+    behind them and the follower."""
 
     is_launched = False
     ticket: Ticket | None = None
@@ -201,11 +203,13 @@ class DeviceBatch:
             if stays or not layout.is_direct
         ]
         ends = [*accumulate((aligned(self._layouts[n].asked_bytes) for n in apart), initial=0)]
-        room = self.buffers.answer(ends[-1], is_copied=False) if apart else None
+        shares = 0 < ends[-1] <= SHARED_BYTES
+        room = self.buffers.answer(ends[-1], is_copied=False) if shares else None
         for n, at in zip(apart, ends, strict=False):
-            assert room is not None, "it is that of these requests"
-            layout = self._layouts[n]
-            self._answers[n] = answer = room[at : at + layout.asked_bytes]
+            layout, answer = self._layouts[n], room
+            if answer is None:
+                answer, at = self.buffers.answer(layout.asked_bytes, is_copied=False), 0
+            self._answers[n] = answer = answer[at : at + layout.asked_bytes]
             if layout.host is not None:
                 try:
                     self._on_host[n] = layout.host.run(self._inputs[n], answer)

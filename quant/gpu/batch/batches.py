@@ -58,8 +58,8 @@ class Batches:
         *,
         launches: bool = True,
     ) -> DeviceBatch:
-        """Sends a batch with all that follows, for `wait`. Waits only for the CPU's part, the follower, and
-        missing rows that the host fetches for the cache. Several batches may have begun; each has its own
+        """Sends a batch with all that follows, for `wait`. Waits only for the CPU's part and missing
+        rows that the host fetches for the cache. Several batches may have begun; each has its own
         buffers. launches: False: inputs are sent and the cache's fetches begin; the lookups and the follower
         wait for `wait`."""
         with self.launcher.on_stream():

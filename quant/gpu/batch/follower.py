@@ -66,7 +66,8 @@ class Follower(Protocol):
         ...
 
     def run(self) -> None:
-        """On the backend's current stream, behind lookups that filled its matrices."""
+        """Begins the work on the backend's current stream, behind lookups that filled its matrices. Who waits
+        for the batch waits for it."""
         ...
 
 

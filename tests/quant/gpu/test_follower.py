@@ -18,6 +18,7 @@ from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import MatrixPlace, place_of
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, FollowerInputs, Matrices, StagedTensor
+from tableside.quant.gpu.batch.moves import Move, as_bytes
 from tableside.quant.gpu.kernels.job import FillField
 
 pytestmark = pytest.mark.gpu
@@ -300,3 +301,12 @@ def test_jobs_of_many_programs() -> None:
     of_program = np.frombuffer(written[fills.programs_at :], np.int32)
     np.testing.assert_array_equal(of_program, np.repeat(np.arange(4), programs))
     assert fills.programs == sum(programs) and fills.size >= len(written) and max(programs) == 3
+
+
+def test_vectors_are_found_in_whichever_layout_is_asked_for() -> None:
+    """The last layout's places are kept, and are another's no more."""
+    matrices = Matrices(np.array([(1, 16, 16, 0, 4), (1, 40, 16, 0, 4)]), 1)
+    first: Any = SimpleNamespace(is_direct=False, moves_out=as_bytes([Move(64, 16, 16), Move(0, 40, 16)]))
+    direct: Any = SimpleNamespace(is_direct=True)
+    for layout, expected in ((first, [64, 0]), (first, [64, 0]), (direct, [16, 40]), (first, [64, 0])):
+        assert matrices.staged_at(layout).tolist() == expected

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -136,13 +137,19 @@ def test_scores_alone_bring_no_vectors_to_the_host(
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["host", "zero_copy", "cached", "hybrid"])
-def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -> None:
-    """Also tables that the CPU looks up, whose vectors are not on the device."""
+def test_every_placement_is_scored(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """Also tables that the CPU looks up, whose vectors are not on the device. The time is told of each."""
+    timed: list[str] = []
+    told = SimpleNamespace(labels=lambda model: timed.append(model) or SimpleNamespace(observe=float))  # type: ignore[func-returns-value]
+    monkeypatch.setattr("tableside.serving.executors.scoring.SCORE_SECONDS", told)
     publish(root, tmp_path, "ctr", "dot")
     both = Both(root, "ctr", "dot", placement=placement, hbm_budget=1 << 20)
     request, _ = Asked("ctr", 1, 0).of(both.device)
     assert request.plan.is_on_device is (placement != "host")
     check([Asked(name, rows, rows) for name, rows in (("ctr", 3), ("dot", 4), ("ctr", 5))], both)
+    assert sorted(timed[:2]) == ["ctr", "dot"]
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -164,10 +171,10 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(
     comes later."""
     publish(root, tmp_path, "ctr")
     both = Both(root, "ctr")
-    began, let_go, tells = threading.Event(), threading.Event(), []
+    began, let_go, tells = threading.Event(), threading.Event(), {}
 
     def watch(self: Any, scorer: Any, tell: Any) -> Any:
-        tells.append(tell)
+        tells[threading.current_thread().name] = tell
         return nullcontext()
 
     monkeypatch.setattr("tableside.serving.executors.scoring.Deadline.watch", watch)
@@ -186,7 +193,7 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(
         ]
         while not began.is_set():
             await asyncio.sleep(0.001)
-        tells[-1](scorer)
+        tells["tableside-gpu-wait" if hangs_in == "wait" else "tableside-gpu-start"](scorer)
         for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20):
             assert isinstance(error, ApiError) and "ctr version 1 took longer than 60 s" in error.message
         let_go.set()
