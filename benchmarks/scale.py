@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.pretty import pprint
 
-from tableside.loader.load.owner_map import OwnerMap, Room, propose
+from tableside.loader.load.owner_map import HostRoom, OwnerMap, propose
 from tableside.loader.load.plan import stored_table
 from tableside.loader.load.sizes import SizedModel, SizedTable
 from tableside.loader.model.specs import TableSpec
@@ -35,7 +35,7 @@ Read = Callable[[str], dict[str, Any]]
 def lists(read: Read) -> dict[str, list[dict[str, Any]]]:
     """The lists that tables are made of. read: returns a result file by its name."""
     model = _model()
-    maps = {name: propose(model, Room(HOSTS, gib * GIB, 3, n)) for name, (gib, n) in MAPS.items()}
+    maps = {name: propose(model, HostRoom(HOSTS, gib * GIB, 3, n)) for name, (gib, n) in MAPS.items()}
     return {
         "maps": [_map_row(name, found, read) for name, found in maps.items()],
         "parts": _parts(read, maps["a share a host"]),

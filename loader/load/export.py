@@ -70,7 +70,7 @@ def export(
         raise ModelError(f"{path}: there is no folder {path.parent}; make it first, or choose another file")
     dtype = np.dtype(np.float16 if values == "fp16" else np.float32)
     names = ("ids", "weights") if name is None else (f"{name}.ids", f"{name}.weight")
-    rows = _Rows(tensor, dtype, progress or (lambda done, total: None), names)
+    rows = _ExportRows(tensor, dtype, progress or (lambda done, total: None), names)
     with replacing(path) as partial, partial.open("x+b") as file:
         write(file, rows)
         size = file.seek(0, os.SEEK_END)
@@ -79,7 +79,7 @@ def export(
     return ExportResult(path, len(tensor), tensor.dim, size)
 
 
-class _Rows:
+class _ExportRows:
     """Chunks of ids and of values in the wanted dtype."""
 
     def __init__(
@@ -117,7 +117,7 @@ class _Rows:
         return values.astype(np.float16)
 
 
-def _write_parquet(file: IO[bytes], rows: _Rows) -> None:
+def _write_parquet(file: IO[bytes], rows: _ExportRows) -> None:
     require("a file of Parquet", "pyarrow", extra="eval")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -130,7 +130,7 @@ def _write_parquet(file: IO[bytes], rows: _Rows) -> None:
             writer.write_table(pa.Table.from_arrays([pa.array(ids), vectors], schema=schema))
 
 
-def _write_npz(file: IO[bytes], rows: _Rows) -> None:
+def _write_npz(file: IO[bytes], rows: _ExportRows) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, dtype, shape, chunks in rows.arrays():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as record:
@@ -139,7 +139,7 @@ def _write_npz(file: IO[bytes], rows: _Rows) -> None:
                 _write_all(record, chunks)
 
 
-def _write_safetensors(file: IO[bytes], rows: _Rows) -> None:
+def _write_safetensors(file: IO[bytes], rows: _ExportRows) -> None:
     header: dict[str, Any] = {}
     arrays, end = rows.arrays(), 0
     for name, dtype, shape, _ in arrays:

@@ -21,7 +21,7 @@ from tableside.loader.checkpoint.contents import fingerprint, sample
 from tableside.loader.errors import ModelError
 from tableside.loader.load.in_redis import tables_in_redis
 from tableside.loader.load.origin import spec_digest
-from tableside.loader.load.parts import Buffers, MatrixLoad, RawLoad, RedisLoad, Work
+from tableside.loader.load.parts import MatrixLoad, PieceBuffers, RawLoad, RedisLoad, Work
 from tableside.loader.load.plan import PlannedTable, Sources, plan, stored_table
 from tableside.loader.load.raw_ids import RawTable
 from tableside.loader.load.reuse import LiveTables, Piece
@@ -226,7 +226,7 @@ class Load:
         self.is_stopping = False
 
     def _work(self, items: Iterator[Work]) -> None:
-        buffers = Buffers(bytearray(self._buffer_bytes), bytearray(self._buffer_bytes))
+        buffers = PieceBuffers(bytearray(self._buffer_bytes), bytearray(self._buffer_bytes))
         while not self.is_stopping:
             with self._lock:
                 item = next(items, None)
@@ -234,7 +234,7 @@ class Load:
                 return
             item(buffers)
 
-    def _copy(self, reused: LiveTables, piece: Piece, buffers: Buffers) -> None:
+    def _copy(self, reused: LiveTables, piece: Piece, buffers: PieceBuffers) -> None:
         self.done(reused.copy(piece, self.writer))
 
     def done(self, rows: int) -> None:

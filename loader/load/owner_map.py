@@ -17,7 +17,7 @@ _MOST_OWNERS = 1 << 10  # that an error may propose
 
 
 @dataclass(frozen=True)
-class Room:
+class HostRoom:
     """What hosts have. memory_bytes: of each; versions: that lie there at once while one is loaded; replicas:
     hosts of each owner, at least."""
 
@@ -79,7 +79,7 @@ class _Cut:
                 yield owners
 
 
-def propose(model: SizedModel, room: Room) -> OwnerMap:
+def propose(model: SizedModel, room: HostRoom) -> OwnerMap:
     """Returns a map. ModelError: the model does not fit, and what would hold it."""
     whole, most = model.bytes(model.tables), room.hosts // room.replicas
     if whole <= room.version_bytes:
@@ -91,7 +91,7 @@ def propose(model: SizedModel, room: Room) -> OwnerMap:
     raise ModelError(_does_not_fit(model, cuts, room, whole))
 
 
-def _mapped(cut: _Cut, owners: int, room: Room) -> OwnerMap:
+def _mapped(cut: _Cut, owners: int, room: HostRoom) -> OwnerMap:
     load, is_counted = _load(cut.tables, owners)
     shares = tuple(cut.shares(owners))
     return OwnerMap(cut.tables, cut.local_bytes, shares, load, _hosts(load, room), is_counted)
@@ -117,7 +117,7 @@ def _load(tables: Sequence[SizedTable], owners: int) -> tuple[tuple[float, ...],
     return tuple(n / max(1, sum(rows)) for n in rows), False
 
 
-def _hosts(load: Sequence[float], room: Room) -> tuple[tuple[int, ...], ...]:
+def _hosts(load: Sequence[float], room: HostRoom) -> tuple[tuple[int, ...], ...]:
     """Returns the hosts of each owner: each further one goes to the owner whose hosts give most rows."""
     found = [list(range(k, len(load) * room.replicas, len(load))) for k in range(len(load))]
     for host in range(len(load) * room.replicas, room.hosts):
@@ -125,7 +125,7 @@ def _hosts(load: Sequence[float], room: Room) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def _does_not_fit(model: SizedModel, cuts: Sequence[_Cut], room: Room, whole: int) -> str:
+def _does_not_fit(model: SizedModel, cuts: Sequence[_Cut], room: HostRoom, whole: int) -> str:
     """Says what would hold a model."""
     most = room.hosts // room.replicas
     possible = [(cut, n) for cut in cuts if (n := min(most, cut.most_owners)) > 1]

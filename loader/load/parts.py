@@ -22,10 +22,10 @@ from tableside.quant.rows.ids import set_bits
 if TYPE_CHECKING:
     from tableside.loader.load.load import Load
 
-Work = Callable[["Buffers"], None]
+Work = Callable[["PieceBuffers"], None]
 
 
-class Buffers(NamedTuple):
+class PieceBuffers(NamedTuple):
     """A thread's memory: a piece of the checkpoint, and room for column shards."""
 
     piece: bytearray
@@ -46,7 +46,7 @@ class RawLoad:
     def reading(self) -> Iterator[Work]:
         return (partial(self._read_piece, piece) for piece in range(self.source.pieces))
 
-    def _read_piece(self, piece: int, buffers: Buffers) -> None:
+    def _read_piece(self, piece: int, buffers: PieceBuffers) -> None:
         for block in self.source.blocks(piece):
             if self.load.is_stopping:
                 return
@@ -99,7 +99,7 @@ class MatrixLoad:
     def reading(self) -> Iterator[Work]:
         return (partial(self._quantize_chunk, chunk) for chunk in range(self.table.chunks))
 
-    def _quantize_chunk(self, chunk: int, buffers: Buffers) -> None:
+    def _quantize_chunk(self, chunk: int, buffers: PieceBuffers) -> None:
         start, end = self.table.chunk_range(chunk)
         stop = min(end, self.rows)
         if start < stop:
@@ -108,7 +108,7 @@ class MatrixLoad:
         if stop == end:
             self.load.writer.finish_chunk(self.table, chunk)
 
-    def _quantize(self, start: int, packed: Bytes, buffers: Buffers) -> None:
+    def _quantize(self, start: int, packed: Bytes, buffers: PieceBuffers) -> None:
         """Fills packed rows from `start` on."""
         load, matrix, table = self.load, self.matrix, self.table
         start += self.p.first  # rows of the matrix from here on
@@ -163,7 +163,7 @@ class RedisLoad(MatrixLoad):
         super().__init__(load, p, matrix, StoredTable(*shape))
         self._redis = RedisWriter(remote)
 
-    def _quantize_chunk(self, chunk: int, buffers: Buffers) -> None:
+    def _quantize_chunk(self, chunk: int, buffers: PieceBuffers) -> None:
         start, stop = self.table.chunk_range(chunk)
         packed = np.zeros((stop - start, self.table.row_bytes), np.uint8)
         self._quantize(start, packed, buffers)

@@ -44,7 +44,7 @@ class _OfTable(NamedTuple):
     state: NDArray[np.uint8]
 
 
-class _Part(NamedTuple):
+class _TablePart(NamedTuple):
     """Rows of one table. at: places in `asked`."""
 
     blocks: RedisBlocks
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
     def rows(self) -> Ids:
         return self.asked.rows[self.at]
 
-    def cut(self) -> Iterator["_Part"]:
+    def cut(self) -> Iterator["_TablePart"]:
         for start in range(0, self.at.size, _PART_ROWS):
             yield self._replace(at=self.at[start : start + _PART_ROWS])
 
@@ -67,10 +67,10 @@ class _Place(NamedTuple):
     is_asking: bool = False
 
 
-_Left = dict[_Place | None, list[_Part]]  # rows by the server to ask; None: that which has their slots
+_Left = dict[_Place | None, list[_TablePart]]  # rows by the server to ask; None: that which has their slots
 
 
-def _by_place(left: _Left, servers: RedisServers, turn: int) -> dict[_Place, list[_Part]]:
+def _by_place(left: _Left, servers: RedisServers, turn: int) -> dict[_Place, list[_TablePart]]:
     """Returns the servers with the rows that they are asked for. turn: whose it is of a server's replicas."""
     slots = servers.slots
     found = {place: parts for place, parts in left.items() if place is not None}
@@ -114,14 +114,14 @@ class RedisRows:
             asked.state[own], asked.state[missing] = RowState.LATE, RowState.MISSING
             of_tables.append(one := _OfTable(table, asked.ids[own], out, asked.state[own]))
             if one.rows.size:
-                left[None].append(_Part(self._blocks[table], one, np.arange(one.rows.size)))
+                left[None].append(_TablePart(self._blocks[table], one, np.arange(one.rows.size)))
         servers = servers_of(self._tier)
         self._turn = first = self._turn + 1
         for turn in range(_TURNS):
             if turn or servers.are_in_doubt:
                 servers.learn(deadline, self.is_patient(deadline))
             by_place = _by_place(left, servers, first + turn)
-            calls = [_Call(self, servers, *one, deadline) for one in by_place.items()]
+            calls = [_PipelineCall(self, servers, *one, deadline) for one in by_place.items()]
             left = {}
             for call in calls:
                 call.send(left)
@@ -148,7 +148,7 @@ class RedisRows:
         """Whether who waits until then can tell whether a server hangs."""
         return deadline - time.monotonic() >= min(self._timeout_s, OPENS_S) / 2
 
-    def told(self, what: str, part: _Part, at: int) -> None:
+    def told(self, what: str, part: _TablePart, at: int) -> None:
         """Says that a row is gone or damaged."""
         if time.monotonic() - self._told_at >= _TOLD_S:
             self._told_at = time.monotonic()
@@ -157,11 +157,16 @@ class RedisRows:
             logger.error("table %s: row %d, key %s of Redis: %s", part.asked.table, row, key, what)
 
 
-class _Call:
+class _PipelineCall:
     """One pipeline to one server."""
 
     def __init__(
-        self, of: RedisRows, servers: RedisServers, place: _Place, parts: Sequence[_Part], deadline: float
+        self,
+        of: RedisRows,
+        servers: RedisServers,
+        place: _Place,
+        parts: Sequence[_TablePart],
+        deadline: float,
     ) -> None:
         self._of, self._place, self._deadline = of, place, deadline
         self._node, self._began = servers.node(place.name), time.monotonic()
@@ -226,7 +231,7 @@ class _Call:
         host = moved["host"] or self._place.name.rpartition(":")[0]
         return _Place(f"{host}:{moved['port']}", moved["how"] == "ASK")
 
-    def _take_other(self, part: _Part, at: int, reply: Any) -> str:
+    def _take_other(self, part: _TablePart, at: int, reply: Any) -> str:
         """Takes a reply that is no record, of the row at a place; returns what is wrong with the server."""
         if not isinstance(reply, bytes):
             return f"it refuses: {str(reply)[:200]}"

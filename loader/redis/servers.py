@@ -94,7 +94,7 @@ class RedisNode:
             self._free.pop().disconnect()
 
 
-class Slots(NamedTuple):
+class SlotMap(NamedTuple):
     """Who has a slot. by_slot: int64 [SLOTS], the place in `names`, HOST:PORT, or -1: it is not known.
     replicas: of each name."""
 
@@ -111,7 +111,7 @@ class RedisServers:
         self._tier, self._lock = tier, threading.Lock()
         self._nodes: dict[str, RedisNode] = {}
         self._sentinels = [RedisNode(name, tier.is_tls, True) for name in tier.addresses if tier.service]
-        self.slots, self._learn_at = Slots((), np.full(SLOTS, -1, np.int64), False), 0.0
+        self.slots, self._learn_at = SlotMap((), np.full(SLOTS, -1, np.int64), False), 0.0
 
     def node(self, name: str) -> RedisNode:
         if (found := self._nodes.get(name)) is not None:
@@ -125,7 +125,7 @@ class RedisServers:
         names = chain(self.slots.names, *self.slots.replicas)
         return not self.slots.are_known or any(self.node(name).hangs for name in names)
 
-    def reader(self, slots: Slots, number: int, turn: int) -> str:
+    def reader(self, slots: SlotMap, number: int, turn: int) -> str:
         """Returns whom to ask for rows of a name, by its number: it and its replicas in turns, but those that
         hang."""
         names = slots.names[number], *slots.replicas[number]
@@ -182,7 +182,7 @@ class RedisServers:
             by_slot[of.first : of.last + 1] = names.index(of.names[0])
         for name in (*names, *chain(*replicas.values())):
             self.node(name).is_replica = name not in replicas and not self._tier.service
-        self.slots = Slots(names, by_slot, bool((by_slot >= 0).all()), tuple(replicas.values()))
+        self.slots = SlotMap(names, by_slot, bool((by_slot >= 0).all()), tuple(replicas.values()))
 
     def close(self) -> None:
         for node in (*self._sentinels, *self._nodes.values()):

@@ -30,7 +30,7 @@ def ids_in(slots: Ids) -> Ids:
     return np.where(slots > 0, slots - 1 - (slots - 1) // 65, 0)
 
 
-class TableRows:
+class RowsWithIds:
     """The rows of a table that have ids, counted from 0. Reads rows and index in place."""
 
     def __init__(self, stored: StoredTable, table: Table) -> None:
@@ -111,7 +111,7 @@ class PartialTensor:
     """Rows of a table as fp32 [rows, dim], or linear (values or bytes); lazy. start, stop: range along dim 0
     of `shape`. dtype: "float32", or "uint8" for their bytes. QuantError: no such part or view."""
 
-    rows: TableRows
+    rows: RowsWithIds
     start: int
     stop: int
     dtype: str = _FP32
@@ -273,7 +273,7 @@ def partial_tensor(segment: Segment, name: str) -> PartialTensor:
     """Returns a table of an attached version. VersionError: it has no table of this name."""
     for stored in segment.header.tables:
         if stored.name == name:
-            rows = TableRows(stored, segment.tables[name])
+            rows = RowsWithIds(stored, segment.tables[name])
             return PartialTensor(rows, 0, rows.count)
     known = ", ".join(t.name for t in segment.header.tables)
     if name in (t.name for t in segment.header.remote):

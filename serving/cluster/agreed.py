@@ -38,7 +38,7 @@ class At(NamedTuple):
     host: str
 
 
-class Owner(NamedTuple):
+class OwnedModel(NamedTuple):
     """The hosts of one owner's model. content: of its version."""
 
     model: str
@@ -149,14 +149,14 @@ class Agreement:
             self._hold_at = time.monotonic() + _HOLD_S
 
 
-def owners_of(tables: Sequence[RemoteTable]) -> list[Owner]:
+def owners_of(tables: Sequence[RemoteTable]) -> list[OwnedModel]:
     """Returns the owners of a version's remote tables, each once."""
-    found = {Owner(share.model, share.content, share.addresses) for t in tables for share in t.shares}
+    found = {OwnedModel(share.model, share.content, share.addresses) for t in tables for share in t.shares}
     return sorted(found)
 
 
 def states_of(
-    hosts: OwnerHosts, owners: Sequence[Owner], refused: dict[At, str] | None = None
+    hosts: OwnerHosts, owners: Sequence[OwnedModel], refused: dict[At, str] | None = None
 ) -> dict[At, set[str]]:
     """Asks all hosts which states they have; returns those of the hosts that say it. refused: takes what the
     others answered."""
@@ -172,7 +172,7 @@ def states_of(
 
 
 def _hold(
-    hosts: OwnerHosts, owners: Sequence[Owner], name: HostsState, asks_all: bool = False
+    hosts: OwnerHosts, owners: Sequence[OwnedModel], name: HostsState, asks_all: bool = False
 ) -> dict[At, HttpResponse]:
     """Has hosts keep a state for some seconds; returns the answers of those that have it."""
     asked = {at: str(owner.state(name)) for owner in owners for at in owner.places}
@@ -218,7 +218,7 @@ def _ask(hosts: OwnerHosts, what: Mapping[At, str], asks_all: bool = False) -> d
     return found
 
 
-def _without(owners: Sequence[Owner], have: Set[At], patient: bool) -> list[str]:
+def _without(owners: Sequence[OwnedModel], have: Set[At], patient: bool) -> list[str]:
     """Returns the hosts that lack a state, of owners in whose way that is. have: hosts that have it."""
     found: list[At] = []
     for owner in owners:

@@ -14,7 +14,7 @@ from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.transfer import TransferredSegment
 from tableside.quant.contract import Bytes
-from tableside.serving.cluster.agreed import At, Owner
+from tableside.serving.cluster.agreed import At, OwnedModel
 from tableside.serving.cluster.describe import AskedHost, Owners, ask_owners
 from tableside.serving.cluster.protocol import FILES_PATH, PATH
 from tableside.serving.errors import ServingError
@@ -97,7 +97,7 @@ def common_state(model: str, owners: Owners, token: str | None) -> Iterator[list
     """Yields the state `in_common` of a model's owners, of each as one of its hosts has it, which keeps it
     meanwhile. ServingError: an owner is not reached, they do not fit, or have no state in common."""
     described = ask_owners(model, [owners], token)[owners]
-    asked = [Owner(d.model, d.content, hosts) for d, hosts in zip(described, owners, strict=True)]
+    asked = [OwnedModel(d.model, d.content, hosts) for d, hosts in zip(described, owners, strict=True)]
     kept = {at: _states(at, token) for owner in asked for at in owner.places}
     with contextlib.ExitStack() as stack:
         sources = [SourceState(at, state, token) for at, state in in_common(asked, kept)]
@@ -118,7 +118,7 @@ def _states(at: At, token: str | None) -> list[HostsState]:
 
 
 def in_common(
-    owners: Sequence[Owner], kept: Mapping[At, Sequence[HostsState]]
+    owners: Sequence[OwnedModel], kept: Mapping[At, Sequence[HostsState]]
 ) -> list[tuple[At, HostsState]]:
     """Returns a state that each owner has, the newest of a host of the first one, and a host of each that
     has it."""

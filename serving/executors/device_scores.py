@@ -19,7 +19,7 @@ from tableside.serving.model.request import Request
 from tableside.serving.model.scorer import REFUSED, Floats, Scoring, does_not_take
 
 if TYPE_CHECKING:
-    from tableside.serving.model.device_calls import DeviceCalls, Room  # imports torch
+    from tableside.serving.model.device_calls import DeviceCalls, ScorerRoom  # imports torch
 
 
 def is_scored_on_device(request: Request) -> bool:
@@ -34,7 +34,7 @@ class _Member(NamedTuple):
 
     number: int
     scoring: Scoring
-    room: "Room"
+    room: "ScorerRoom"
     start: int
     targets: NDArray[np.int64]
     of: int

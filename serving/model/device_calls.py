@@ -30,7 +30,7 @@ Run = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Room:
+class ScorerRoom:
     """A batch's matrices. inputs: [rows or more, width] each; addresses: of their first rows, int64."""
 
     inputs: tuple[torch.Tensor, ...]
@@ -67,13 +67,13 @@ class DeviceCalls:
         self.precision = precision
         self.row_bytes = precision.bytes * np.array(widths, np.int64)
         self._captures = is_row_wise and device.type == "cuda"
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, ScorerRoom] = {}
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
         # Torch records an event where such memory goes, which another thread must not do during a capture.
         self._sent: deque[torch.Tensor] = deque(maxlen=4)  # scores of more batches than are under way
 
-    def room(self, rows: int) -> Room:
+    def room(self, rows: int) -> ScorerRoom:
         """Returns room for `rows`; it overwrites an earlier batch's."""
         rounded = 1 << max(0, rows - 1).bit_length()
         if (found := self._rooms.get(rounded)) is None:
@@ -84,10 +84,12 @@ class DeviceCalls:
             inputs = tuple(
                 torch.zeros((rounded, width), dtype=dtype, device=self.device) for width in self._widths
             )
-            found = self._rooms[rounded] = Room(inputs, np.array([i.data_ptr() for i in inputs], np.int64))
+            found = self._rooms[rounded] = ScorerRoom(
+                inputs, np.array([i.data_ptr() for i in inputs], np.int64)
+            )
         return found
 
-    def score(self, room: Room, start: int, rows: int, is_all: bool) -> NDArray[np.float32]:
+    def score(self, room: ScorerRoom, start: int, rows: int, is_all: bool) -> NDArray[np.float32]:
         """Begins to compute scores of a room's rows [start, start + rows), which are there once the current
         stream is done. is_all: the room holds no others. RuntimeError, ValueError, ...: the scorer refuses
         the rows, or the device is lost."""
@@ -112,7 +114,7 @@ class DeviceCalls:
                     self._graph(room)
             rows *= 2
 
-    def _graph(self, room: Room) -> _Graph | None:
+    def _graph(self, room: ScorerRoom) -> _Graph | None:
         """Returns the graph of a room, captured on first use; None: call the scorer directly."""
         if not self._captures or room.rows > GRAPH_ROWS or not self.rows[0] <= room.rows <= self.rows[1]:
             return None
@@ -137,7 +139,7 @@ class DeviceCalls:
         found: NDArray[np.float32] = host.numpy()
         return found
 
-    def _captured(self, room: Room) -> _Graph:
+    def _captured(self, room: ScorerRoom) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream(self.device).synchronize()
         # thread_local: other threads may register memory or copy tables meanwhile.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FOLLOWED = 256  # counts on a device that are followed before those of lookups that are gone are added up
 
 
-class Pending:
+class PendingCalls:
     """State of one source's calls on a GPU. Any thread may call."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def _error(wrong: "WrongInput") -> BadFeatureIds | ModuleError:
     return ModuleError(f"feature {wrong.name!r}: the offset at position {number} is {value}; {expected}")
 
 
-class _OnDevice(NamedTuple):
+class _DeviceCounts(NamedTuple):
     """Counts of a lookup on a device. counts: int64 [names, 2]; lives: None once no call can add to them."""
 
     names: Sequence[str]
@@ -85,7 +85,7 @@ class Missing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, Unfound] = {}
-        self._followed: list[_OnDevice] = []
+        self._followed: list[_DeviceCounts] = []
 
     def add(self, names: Iterable[str], unfound: Iterable[Unfound]) -> None:
         """Counts a call. unfound: of each feature, as `Plan.run` returns it."""
@@ -100,7 +100,7 @@ class Missing:
         with self._lock:
             if len(self._followed) >= _FOLLOWED:
                 self._fold()
-            self._followed.append(_OnDevice(names, counts.detach(), weakref.ref(counts)))
+            self._followed.append(_DeviceCounts(names, counts.detach(), weakref.ref(counts)))
 
     def of(self, names: Iterable[str]) -> dict[str, Unfound]:
         """Returns the counts of these features. Waits for the device if one is counting."""

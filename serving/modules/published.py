@@ -33,7 +33,7 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.version import BoundFeature, ServedVersion
 from tableside.serving.modules.inputs import ModuleError
-from tableside.serving.modules.pending import Missing, Pending
+from tableside.serving.modules.pending import Missing, PendingCalls
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
@@ -121,7 +121,7 @@ class AttachedVersion:
     """A version for calls. lookups: prepared by calls. pending: state on a GPU; streams: used by
     calls, by handle. missing: counts of ids without a row."""
 
-    def __init__(self, served: ServedVersion, threads: int, pending: Pending, missing: Missing) -> None:
+    def __init__(self, served: ServedVersion, threads: int, pending: PendingCalls, missing: Missing) -> None:
         self.served, self.threads, self.pending, self.missing = served, threads, pending, missing
         self.version, self.on_gpu = served.version, not isinstance(served.backend, CpuBackend)
         self.lookups: dict[str, Any] = {}
@@ -138,7 +138,7 @@ class PublishedTables:
     def __init__(self, source: ModuleSource) -> None:
         self.source = source
         self.follows = source.version is None
-        self.pending, self.missing = Pending(), Missing()
+        self.pending, self.missing = PendingCalls(), Missing()
         self._required: dict[str, tuple[int, str]] = {}
         self._numbered: set[str] = set()
         self._settings = source.settings()
@@ -248,7 +248,7 @@ class PublishedTables:
 
     def after_fork(self) -> None:
         """Resets locks, engine and counts in a child; a GPU's tables are out of reach."""
-        self._attaching, self.missing, self.pending = threading.RLock(), Missing(), Pending()
+        self._attaching, self.missing, self.pending = threading.RLock(), Missing(), PendingCalls()
         if self.source.on_gpu and self.source.device != "interpreter":
             self._current, self.follows = None, False
             self._refusal = (

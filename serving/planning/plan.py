@@ -32,7 +32,7 @@ MISS_US = {"hbm_budget": 0.003, "host_cache": 9.0}
 
 
 @dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """What was predicted. setting: the one that takes the bytes. rows, ids: of the data; without_row: ids
     that have none. tables: their names. sizes [n]: bytes; lru, lfu [n, tables]: ids that find their row, of
     `references.ids`. chosen: the number of a size. miss_us: of an id that does not. more_lru, more_lfu
@@ -132,7 +132,7 @@ def plan(
     *,
     batch_rows: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Plan:
+) -> CachePlan:
     """Predicts for a version with its changes. Of a version on a disk it plans `host_cache`, for its tables
     that are read from there, else a GPU's cache. batch_rows: rows of the data that are looked up together.
     DataError, ServingError: the data is not of the model."""
@@ -160,7 +160,7 @@ def plan(
     return _planned(of, goals, r, (done, ids, without_row))
 
 
-def plan_live(segment: Segment, samples: Sequence[Uses], seconds: float, goals: Goals) -> Plan:
+def plan_live(segment: Segment, samples: Sequence[Uses], seconds: float, goals: Goals) -> CachePlan:
     """As `plan`, of what workers sampled for so many seconds. Uses within a `_SLICES`th of them are one
     batch, and LFU's half life is as many of these as there were in 1,000 requests. ServingError: nothing was
     asked for."""
@@ -225,7 +225,7 @@ class _Tables(NamedTuple):
 
 def _planned(
     of: _Tables, goals: Goals, r: References, counts: tuple[int, int, int], half_life: float = HALF_LIFE
-) -> Plan:
+) -> CachePlan:
     """counts: rows of the data, ids, and those without a row."""
     whole = sum(table.rows * size for table, size in zip(of.tables.values(), of.row_bytes, strict=True))
     sizes = sorted(goals.sizes or (max(1, whole >> step) for step in range(_STEPS)))
@@ -234,7 +234,7 @@ def _planned(
     chosen = _chosen(best, goals.hit_rate)
     more = [max(sizes[chosen], min(whole, sizes[chosen] + GIB))]
     cost = MISS_US[of.setting] if goals.miss_us is None else goals.miss_us
-    return Plan(
+    return CachePlan(
         of.setting,
         *counts,
         tables=tuple(of.tables),

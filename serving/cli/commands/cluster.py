@@ -8,7 +8,7 @@ from typing import Any
 
 from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import ModelError
-from tableside.loader.load.owner_map import OwnerMap, Room, propose
+from tableside.loader.load.owner_map import HostRoom, OwnerMap, propose
 from tableside.loader.load.sizes import SizedModel, sized_checkpoint, sized_version
 from tableside.loader.model.model import read_model
 from tableside.loader.model.tiers import TIER, owner_name, parse_tier
@@ -44,7 +44,7 @@ _OWNER_PORT, _SERVER_PORT = 8000, 8080
 def plan(options: argparse.Namespace) -> int:
     """Prints which tables to cut for hosts with so much memory, and what each host gets then."""
     model = _sized(options)
-    room = Room(options.hosts, options.memory, options.keep + 2, options.replicas)
+    room = HostRoom(options.hosts, options.memory, options.keep + 2, options.replicas)
     found = propose(model, room)
     if options.json:
         print_json(_figures(model, found, room))
@@ -61,7 +61,7 @@ def _sized(options: argparse.Namespace) -> SizedModel:
         return sized_checkpoint(spec, Model(root_settings(options).root, spec.name), progress)
 
 
-def _figures(model: SizedModel, found: OwnerMap, room: Room) -> dict[str, Any]:
+def _figures(model: SizedModel, found: OwnerMap, room: HostRoom) -> dict[str, Any]:
     name, owners = model.header.model, len(found.hosts)
     cut = {t.name for t in found.tables}
     of_host = {host: owner for owner, hosts in enumerate(found.hosts) for host in hosts}
@@ -98,7 +98,7 @@ def _tier(found: OwnerMap) -> str:
     return TIER + ",".join(places)
 
 
-def _print(model: SizedModel, found: OwnerMap, room: Room, options: argparse.Namespace) -> None:
+def _print(model: SizedModel, found: OwnerMap, room: HostRoom, options: argparse.Namespace) -> None:
     told = _figures(model, found, room)
     rows = (
         (t["name"], f"{t['rows']:,}", mb(t["bytes"]), "a share a host" if t["is_cut"] else "on each host")

@@ -15,7 +15,7 @@ from tableside.serving.errors import ServingError
 if TYPE_CHECKING:  # reads data with pyarrow, which the other commands do without
     from tableside.loader.segment.segment import Segment
     from tableside.loader.versions.versions import Model
-    from tableside.serving.planning.plan import Goals, Plan
+    from tableside.serving.planning.plan import CachePlan, Goals
 
 _BAR = 40  # characters of a rate of 1
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 320, 60, 40  # of the axes, in pixels, and what lies before them
@@ -55,7 +55,7 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_live(model: "Model", segment: "Segment", seconds: float, goals: "Goals") -> "Plan":
+def _plan_live(model: "Model", segment: "Segment", seconds: float, goals: "Goals") -> "CachePlan":
     from tableside.serving.planning.plan import plan_live
     from tableside.serving.service.uses import asking
 
@@ -73,7 +73,7 @@ def _plan_live(model: "Model", segment: "Segment", seconds: float, goals: "Goals
         raise ServingError(f"{error} version {live} became live meanwhile: ask again") from error
 
 
-def _print(model: str, found: "Plan") -> None:
+def _print(model: str, found: "CachePlan") -> None:
     said = found.figures()
     console.print(
         f"{said['rows']:,} requests, {said['ids']:,} ids, {said['ids_without_row']:,} of them without a "
@@ -107,7 +107,7 @@ def _print(model: str, found: "Plan") -> None:
         console.print(f"tableside serve {model} {policy}  # {found.rate:.1%}")
 
 
-def _svg(model: str, found: "Plan") -> str:
+def _svg(model: str, found: "CachePlan") -> str:
     """Returns the miss-ratio curves of all ids by LRU and LFU, and of each table by the better one: bytes of
     the cache from left to right, each step twice as many. A line stands at the chosen size."""
     sizes = found.sizes

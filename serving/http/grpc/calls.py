@@ -12,7 +12,7 @@ from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 
 
-class Calls:
+class GrpcCalls:
     def __init__(self, service: Service) -> None:
         self._service = service
 

@@ -22,7 +22,7 @@ from tableside.serving.executors.admission import RETRY_AFTER_S, Hold, Turn, ove
 from tableside.serving.executors.pending import settle
 from tableside.serving.http import asgi
 from tableside.serving.http.grpc import messages
-from tableside.serving.http.grpc.calls import Calls, as_bytes, metadata_of
+from tableside.serving.http.grpc.calls import GrpcCalls, as_bytes, metadata_of
 from tableside.serving.http.grpc.messages import NAME, POOL, SERVICE, filled, message
 from tableside.serving.http.traffic import Trace, Traffic, trace_of
 from tableside.serving.http.v2 import shm
@@ -52,7 +52,7 @@ class GrpcDoor:
 
     def __init__(self, service: Service, traffic: Traffic) -> None:
         self._service, self._traffic, self._v2 = service, traffic, V2(service, _LABEL)
-        self._calls, self._ending = Calls(service), asyncio.Event()
+        self._calls, self._ending = GrpcCalls(service), asyncio.Event()
         self._most_reading = 2 * service.slots.slots  # messages that come, and streams that are open
         self._reading = self._streams = 0
         s = service.settings

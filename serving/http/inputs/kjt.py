@@ -21,7 +21,7 @@ import orjson
 from tableside.quant import BadIds
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ErrorKind, bad_request, short
-from tableside.serving.http.inputs.tensors import Tensor
+from tableside.serving.http.inputs.tensors import InputTensor
 from tableside.serving.model.places import KJT
 from tableside.serving.model.request import FeatureInput
 from tableside.serving.model.version import ServedVersion
@@ -76,10 +76,12 @@ def features_of(served: ServedVersion, parameters: dict[str, Any]) -> tuple[str,
     return tuple(named)
 
 
-def feature_inputs(tensors: Sequence[Tensor], features: tuple[str, ...], inputs: Any) -> list[FeatureInput]:
+def feature_inputs(
+    tensors: Sequence[InputTensor], features: tuple[str, ...], inputs: Any
+) -> list[FeatureInput]:
     """Returns the inputs of a kjt's features. inputs: the tensors' buffer, ids as INT64. ApiError: a tensor
     is missing, doubled or misshapen, or lengths are negative or do not add up."""
-    by_name: dict[str, Tensor] = {}
+    by_name: dict[str, InputTensor] = {}
     for tensor in tensors:
         if tensor.name not in (VALUES, LENGTHS, WEIGHTS):
             what = f"input {short(tensor.name)} came beside {VALUES}"

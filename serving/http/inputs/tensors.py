@@ -32,7 +32,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class InputTensor:
     """A named tensor. at: its first byte in the input buffer. strings_bytes: of BYTES."""
 
     name: str
@@ -80,13 +80,13 @@ def check_datatype(name: str, datatype: Any, expected: str) -> str:
     return expected
 
 
-def is_converted(tensor: Tensor) -> bool:
+def is_converted(tensor: InputTensor) -> bool:
     """Returns whether ids came as something else than INT64."""
     is_narrow = tensor.datatype == "INT32" and split_name(tensor.name)[1] != "lengths"
     return is_narrow or tensor.datatype == STRINGS
 
 
-def with_ids(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
+def with_ids(tensors: Sequence[InputTensor], inputs: Any) -> tuple[list[InputTensor], Any]:
     """Returns the tensors with INT64 ids, and their buffer: `inputs` itself if all came so. ApiError: BYTES
     are not as many strings as their shape says."""
     if not any(map(is_converted, tensors)):
@@ -94,7 +94,7 @@ def with_ids(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]
     moved, at = [], 0
     for tensor in tensors:
         datatype = "INT64" if is_converted(tensor) else tensor.datatype
-        moved.append(Tensor(tensor.name, datatype, tensor.shape, at))
+        moved.append(InputTensor(tensor.name, datatype, tensor.shape, at))
         at += moved[-1].bytes
     wide = np.empty(at, np.uint8).data
     for tensor, to in zip(tensors, moved, strict=True):
@@ -102,7 +102,7 @@ def with_ids(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]
     return moved, wide
 
 
-def _values(tensor: Tensor, inputs: Any) -> NDArray[Any]:
+def _values(tensor: InputTensor, inputs: Any) -> NDArray[Any]:
     if tensor.datatype != STRINGS:
         return np.frombuffer(inputs, DTYPES[tensor.datatype], tensor.elements, tensor.at)
     ids = ids_of_bytes(memoryview(inputs)[tensor.at : tensor.at + tensor.bytes])
@@ -115,7 +115,7 @@ def _values(tensor: Tensor, inputs: Any) -> NDArray[Any]:
     return ids
 
 
-def check_weights(tensors: Sequence[Tensor], inputs: Any) -> None:
+def check_weights(tensors: Sequence[InputTensor], inputs: Any) -> None:
     """ApiError: a weight is not finite."""
     for tensor in tensors:
         if tensor.datatype == "FP32" and split_name(tensor.name)[1] == "weights":
@@ -143,7 +143,7 @@ def check_lengths(served: ServedVersion, features: Sequence[FeatureInput], input
         raise bad_request(error.describe(f"feature {i.feature!r}"), ErrorKind.BAD_ID)
 
 
-def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
+def check_dense(tensor: InputTensor, width: int, before: Container[str]) -> None:
     """ApiError: a dense tensor is not [batch, width], or its name is in `before`."""
     if len(tensor.shape) != 2 or tensor.shape[1] != width:
         raise bad_request(
@@ -153,9 +153,9 @@ def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
         raise bad_request(f"input {short(tensor.name)} came twice; send each tensor once")
 
 
-def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
+def feature_inputs(tensors: Sequence[InputTensor]) -> list[FeatureInput]:
     """Returns feature inputs by first tensor. ApiError: a part is missing, doubled or misshapen."""
-    parts: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, InputTensor]] = {}
     for tensor in tensors:
         feature, part = split_name(tensor.name)
         if part in parts.setdefault(feature, {}):
@@ -164,7 +164,7 @@ def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
     return [_feature_input(feature, found) for feature, found in parts.items()]
 
 
-def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
+def _feature_input(feature: str, parts: dict[str, InputTensor]) -> FeatureInput:
     dense, values, lengths, weights = (parts.get(p) for p in ("", *PARTS))
     if dense is not None and (values is not None or lengths is not None):
         raise bad_request(

@@ -19,7 +19,7 @@ from tableside.serving.http.asgi import json_object, text_of
 from tableside.serving.http.inputs.tensors import (
     DATATYPES,
     STRINGS,
-    Tensor,
+    InputTensor,
     are_all,
     check_lengths,
     feature_inputs,
@@ -156,7 +156,7 @@ def lay_out_slowly(served: ServedVersion, fields: dict[str, Any], score: bool) -
         served.feature(feature)
         ids = STRINGS if served.features[feature].strings else "INT64"
         for part, array in _arrays(feature, value, ids):
-            tensors.append(Tensor(f"{feature}.{part}", DATATYPES[part], (array.size,), at))
+            tensors.append(InputTensor(f"{feature}.{part}", DATATYPES[part], (array.size,), at))
             parts.append(array.tobytes())
             at += array.nbytes
     given, dense_parts = _dense_inputs(served, dense, at)

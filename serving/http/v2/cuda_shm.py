@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tableside.serving.errors import ApiError, bad_request, short
 from tableside.serving.http.asgi import json_object
-from tableside.serving.http.inputs.tensors import Tensor, is_converted, split_name
+from tableside.serving.http.inputs.tensors import InputTensor, is_converted, split_name
 from tableside.serving.http.v2 import shm
 from tableside.serving.model.places import Output
 from tableside.serving.model.request import Request
@@ -60,7 +60,7 @@ def _handle(where: str, asked: dict[str, Any]) -> bytes:
 
 
 def check_inputs(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[InputTensor],
     slices: Sequence[Slice | None],
     dense: Mapping[str, int],
     together: bool,

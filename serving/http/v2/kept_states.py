@@ -17,7 +17,7 @@ _Key = tuple[str, HostsState]
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _KeptState:
     """A state that was asked for. asked_at: last, of time.monotonic."""
 
     segment: Segment
@@ -29,7 +29,7 @@ class KeptStates:
     """Finds states by what all hosts of a model call them, and keeps those that are asked for."""
 
     def __init__(self) -> None:
-        self._held: dict[_Key, _Held] = {}
+        self._held: dict[_Key, _KeptState] = {}
         self._known: dict[str, KnownStates] = {}  # by model
         self._looking = asyncio.Lock()
         self._is_forgetting = False
@@ -59,7 +59,7 @@ class KeptStates:
         return held.segment
 
     def _keep(self, key: _Key, segment: Segment, model: Model) -> None:
-        self._held[key] = _Held(segment, model)
+        self._held[key] = _KeptState(segment, model)
         for delta in segment.deltas:
             delta.hold()  # for this host's other workers
         if not self._is_forgetting:

@@ -17,7 +17,7 @@ from tableside.serving.http.inputs.tensors import (
     DATATYPES,
     ID_DATATYPES,
     STRINGS,
-    Tensor,
+    InputTensor,
     check_datatype,
     check_dense,
     check_lengths,
@@ -160,13 +160,13 @@ def _inputs(
     binary: Any,
     dense: Mapping[str, int],
     known: Regions | None,
-) -> tuple[list[Tensor], Any, list[Slice | None]]:
+) -> tuple[list[InputTensor], Any, list[Slice | None]]:
     """Returns the tensors, their buffer (`binary` if all came there) and their regions. Tensors on a GPU are
     not written to the buffer."""
     raw = header.get("inputs")
     if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
         raise bad_request("inputs: expected a list with at least one input")
-    tensors: list[Tensor] = []
+    tensors: list[InputTensor] = []
     # JSON's values, a part of a region, or the next bytes of the body
     sources: list[bytes | Slice | None] = []
     at = body_bytes = 0
@@ -183,7 +183,7 @@ def _inputs(
         elif expected == "INT64":
             expected = _datatype_of_ids(served, header, name)
         datatype = check_datatype(name, datatype, expected)
-        tensor = Tensor(name, datatype, shape, at)
+        tensor = InputTensor(name, datatype, shape, at)
         if name in dense:
             check_dense(tensor, dense[name], {t.name for t in tensors})
         parameters = _parameters(entry, f"input {short(name)}")
@@ -217,7 +217,7 @@ def _inputs(
 
 
 def _in_region(
-    tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any], known: Regions | None
+    tensor: InputTensor, entry: dict[str, Any], parameters: dict[str, Any], known: Regions | None
 ) -> Slice | None:
     """Returns an input's place in a region, or None."""
     where = f"input {short(tensor.name)}"
@@ -233,7 +233,7 @@ def _in_region(
 
 
 def _gathered(
-    tensors: Sequence[Tensor], sources: Sequence[bytes | Slice | None], binary: memoryview, size: int
+    tensors: Sequence[InputTensor], sources: Sequence[bytes | Slice | None], binary: memoryview, size: int
 ) -> memoryview:
     """Returns a buffer with the values of tensors, some from regions."""
     buffer = np.empty(size, np.uint8).data
@@ -255,7 +255,7 @@ def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
     return parameters
 
 
-def _of_strings(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -> Tensor:
+def _of_strings(tensor: InputTensor, entry: dict[str, Any], parameters: dict[str, Any]) -> InputTensor:
     """Returns a tensor of BYTES with its size; in JSON, that of its ids. ApiError: it is too small."""
     if "data" in entry:
         return replace(tensor, datatype="INT64")
@@ -268,7 +268,7 @@ def _of_strings(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any
     return replace(tensor, strings_bytes=size)
 
 
-def _inline(tensor: Tensor, datatype: str, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
+def _inline(tensor: InputTensor, datatype: str, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
     """Returns the values of JSON in the tensor's datatype. datatype: that of the request."""
     if "binary_data_size" in parameters:
         raise bad_request(
@@ -281,7 +281,7 @@ def _inline(tensor: Tensor, datatype: str, entry: dict[str, Any], parameters: di
     return array.tobytes()
 
 
-def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
+def _check_binary(tensor: InputTensor, parameters: dict[str, Any]) -> None:
     size = parameters.get("binary_data_size")
     if type(size) is not int:
         raise bad_request(

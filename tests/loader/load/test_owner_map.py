@@ -11,7 +11,7 @@ from tableside.loader.errors import ModelError
 from tableside.loader.hot.counts import RowCounts
 from tableside.loader.hot.hot import hot_folder
 from tableside.loader.load.load import load
-from tableside.loader.load.owner_map import OwnerMap, Room, propose
+from tableside.loader.load.owner_map import HostRoom, OwnerMap, propose
 from tableside.loader.load.share import share_of
 from tableside.loader.load.sizes import SizedModel, SizedTable, sized_checkpoint, sized_version
 from tableside.loader.model.model import parse_model
@@ -123,7 +123,7 @@ def mapped(
 ) -> OwnerMap:
     """A map for hosts of so many MiB, and one for headers."""
     model = SizedModel(tuple(tables), Header("m", 1, "", (), ()), b"")
-    return propose(model, Room(hosts, (mib + 1) * versions << 20, versions, replicas))
+    return propose(model, HostRoom(hosts, (mib + 1) * versions << 20, versions, replicas))
 
 
 def names(found: OwnerMap) -> list[str]:
@@ -213,5 +213,5 @@ def test_rows_that_were_counted_say_which_owner_is_asked_most(disk: Path, tmp_pa
         counts.add("raw", row_map.find(np.array([5, 1500])), np.array([50, 10], np.uint8))
     found = sized_version(model)
     assert [[t.uses(n, 2) for n in range(2)] for t in found.tables if t.uses] == [[10, 30], [60, 0]]
-    cut = propose(found, Room(3, found.share_bytes(found.tables, 0, 2) + HEADER, 1))
+    cut = propose(found, HostRoom(3, found.share_bytes(found.tables, 0, 2) + HEADER, 1))
     assert (cut.is_counted, cut.load, cut.hosts) == (True, (0.7, 0.3), ((0, 2), (1,)))

@@ -11,7 +11,7 @@ from support import rows_of
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.loader.versions import partial
-from tableside.loader.versions.partial import PartialTensor, TableRows, ids_in
+from tableside.loader.versions.partial import PartialTensor, RowsWithIds, ids_in
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError, RowFormat, Source, Table, choose
 from tableside.quant.rows.ids import IdIndex, RowMap, slots_for
@@ -257,7 +257,7 @@ def counted(root: Path, buckets: int) -> tuple[PartialTensor, CountedIds]:
     ids_read = CountedIds(index.ids)
     watched = IdIndex(index.directory, index.pilots, ids_read, index.buckets)  # type: ignore[arg-type]
     row_map = RowMap(table.row_map.count, None, watched)
-    rows = TableRows(stored, Table(table.packed, table.row_format, table.dim, row_map))
+    rows = RowsWithIds(stored, Table(table.packed, table.row_format, table.dim, row_map))
     return PartialTensor(rows, 0, rows.count), ids_read
 
 
@@ -310,8 +310,8 @@ def test_an_index_with_other_ids_than_it_says_is_refused(root: Path) -> None:
     index = table.row_map.index
     fewer = StoredTable(**{**vars(stored), "ids": StoredIds(99, index=stored.ids.index)})  # type: ignore[union-attr]
     with pytest.raises(SegmentError, match="100 ids by its directory, 99 by its header"):
-        TableRows(fewer, table)._before  # noqa: B018
+        RowsWithIds(fewer, table)._before  # noqa: B018
     same = IdIndex(index.directory, index.pilots, np.full(index.slots, index.ids[0]), index.buckets)
-    rows = TableRows(stored, Table(table.packed, table.row_format, 8, RowMap(100, None, same)))
+    rows = RowsWithIds(stored, Table(table.packed, table.row_format, 8, RowMap(100, None, same)))
     with pytest.raises(SegmentError, match="rows less than ids"):
         list(rows.numbers(0, 100))

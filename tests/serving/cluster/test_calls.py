@@ -10,7 +10,7 @@ import pytest
 from scripted import Script, answer, received, scripted
 
 from tableside.loader.segment.remote import HostsState
-from tableside.serving.cluster.agreed import At, Owner, states_of
+from tableside.serving.cluster.agreed import At, OwnedModel, states_of
 from tableside.serving.cluster.calls import OwnerCall, OwnerHost, OwnerHosts, Replicas, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds, seal
 
@@ -105,7 +105,7 @@ def test_a_host_behind_a_silent_one_is_well(monkeypatch: pytest.MonkeyPatch) -> 
         hosts = OwnerHosts(None, 300.0)
         names = tuple(script.url.removeprefix("http://") for script in (one, other, last))
         told = [Told(hosts.host(name), monkeypatch) for name in names]
-        found = states_of(hosts, [Owner("ads", 1, names)])
+        found = states_of(hosts, [OwnedModel("ads", 1, names)])
         assert found == {At("ads", names[1]): {str(STATE)}}
         assert [one.rows for one in told] == [[(0, 1)], [(1, 0)], [(0, 1)]]
         hosts.close()

@@ -19,7 +19,7 @@ from tableside.loader.segment.remote import HostsState
 from tableside.loader.shards.moving import take_share
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
-from tableside.serving.cluster.agreed import At, Owner
+from tableside.serving.cluster.agreed import At, OwnedModel
 from tableside.serving.cluster.describe import turned_tables
 from tableside.serving.cluster.sources import common_state, in_common
 from tableside.serving.errors import ServingError
@@ -122,7 +122,7 @@ def test_a_replica_that_lags_is_left_out() -> None:
     """A state of all owners is read of hosts that have it."""
     states = [HostsState(1, mark) for mark in range(4)]
     of_second = [state._replace(content=2) for state in states]
-    owners = [Owner("m-0", 1, ("a", "b")), Owner("m-1", 2, ("c", "d"))]
+    owners = [OwnedModel("m-0", 1, ("a", "b")), OwnedModel("m-1", 2, ("c", "d"))]
     kept = {
         At("m-0", "a"): [states[1], states[0]],
         At("m-0", "b"): [states[3], states[2], states[1], states[0]],
