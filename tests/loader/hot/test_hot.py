@@ -3,8 +3,7 @@
 import contextlib
 import gc
 import os
-import subprocess
-import sys
+import signal
 import time
 import weakref
 from dataclasses import replace
@@ -31,6 +30,7 @@ from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import LookupKind, Place, Plan, Pooling, choose
 from tableside.quant.errors import BadIds, RowsNotRead
+from tableside.serving.service.warm import main
 
 
 def expected(model: Model, name: str, ids: np.ndarray) -> np.ndarray:
@@ -321,7 +321,7 @@ def test_a_hot_segment_that_is_killed_while_it_is_made_is_whole_or_not_there(
     """A hundred times, once it has begun to write: rows are right with what is there, and the next one
     removes what was left over."""
     rng, path, every, begun = np.random.default_rng(7), hot_path(model.root, "m"), np.arange(ROWS), 0
-    command = [sys.executable, "-m", "tableside.serving.service.warm", model.root, "m", 1, "", 1 << 20]
+    arguments = [str(model.root), "m", "1", "", str(1 << 20)]
 
     def inodes() -> set[int]:
         found = set[int]()
@@ -334,13 +334,18 @@ def test_a_hot_segment_that_is_killed_while_it_is_made_is_whole_or_not_there(
         for name in TABLES:
             ask(reading, name, rng.choice(ROWS, 2000, replace=False), 9)
         before = inodes()
-        process = subprocess.Popen([str(one) for one in command], stdout=subprocess.DEVNULL)
-        while process.poll() is None and inodes() <= before:
+        if (pid := os.fork()) == 0:
+            try:
+                main(arguments)
+            finally:
+                os._exit(0)
+        while not (ended := os.waitpid(pid, os.WNOHANG)[0]) and inodes() <= before:
             pass
-        begun += process.poll() is None
-        time.sleep(rng.exponential(0.002))
-        process.kill()
-        process.wait()
+        if not ended:
+            begun += 1
+            time.sleep(rng.exponential(0.002))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         reading.follow()
         for name in TABLES:
             ids = ids_of_rows(name, every)

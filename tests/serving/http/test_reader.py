@@ -77,10 +77,11 @@ def test_every_header_is_read_as_specified(drawn_version: Drawn, seed: int) -> N
 
 
 @pytest.mark.thorough
-def test_two_hundred_thousand_headers_are_read_as_specified(drawn_version: Drawn) -> None:
+@pytest.mark.parametrize("part", range(8))
+def test_two_hundred_thousand_headers_are_read_as_specified(drawn_version: Drawn, part: int) -> None:
     """A third of them mutated."""
-    rng, taken = random.Random(SEED), 0
-    for _ in range(20_000):
+    rng, taken = random.Random(SEED + part), 0
+    for _ in range(2_500):
         model, served = drawn_version(rng.randrange(MODELS))
         drawn = DrawnRequest(rng, model, ROWS, plain=rng.random() < 0.3)
         for k in range(10):
@@ -89,7 +90,7 @@ def test_two_hundred_thousand_headers_are_read_as_specified(drawn_version: Drawn
                 header = bytes(rng.choice(MUTATIONS)(rng, body[:size]))
                 body, size = header + body[size:], len(header)
             taken += check_alike(served, body, size)
-    assert taken > 80_000
+    assert taken > 9_000
 
 
 MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
