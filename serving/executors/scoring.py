@@ -95,12 +95,12 @@ class ScoredRequest(Protocol):
     def scoring(self) -> Scoring: ...
 
 
-Score = Callable[[Sequence[Any]], None]  # one call of a scorer, for requests of it
+Score = Callable[[Sequence[Any]], None]  # one call of a scorer, for requests of it; on a device its beginning
 
 
 class ScoreStage:
     """Scores batches, each scorer call within its time limit. One thread calls. is_device_lost: whether the
-    scorers' device is unusable; None: on the CPU."""
+    device of the batches is unusable; None: there is none."""
 
     def __init__(self, is_device_lost: Callable[[], bool] | None = None) -> None:
         self._deadline = Deadline()

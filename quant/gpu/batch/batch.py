@@ -161,11 +161,12 @@ class DeviceBatch:
         host, device = self.buffers.host_in, self.buffers.device_in
         if self.fills.programs:
             inputs, outputs = device.data_ptr(), self.buffers.device_out.data_ptr()
-            bases = self._merged.bases if self.fills.tensors else ()
-            tensors = [
-                inputs + b.inputs + aligned(la.in_bytes)
-                for b, la in zip(bases, self._layouts, strict=bool(bases))
-            ]
+            tensors = []
+            if self.fills.tensors:
+                tensors = [
+                    inputs + b.inputs + aligned(la.in_bytes)
+                    for b, la in zip(self._merged.bases, self._layouts, strict=True)
+                ]
             written = self.fills.written(
                 tensors, [outputs + at for at in self._merged.outputs_at], self._failed
             )
@@ -206,10 +207,9 @@ class DeviceBatch:
         shares = 0 < ends[-1] <= SHARED_BYTES
         room = self.buffers.answer(ends[-1], is_copied=False) if shares else None
         for n, at in zip(apart, ends, strict=False):
-            layout, answer = self._layouts[n], room
-            if answer is None:
-                answer, at = self.buffers.answer(layout.asked_bytes, is_copied=False), 0
-            self._answers[n] = answer = answer[at : at + layout.asked_bytes]
+            layout, size = self._layouts[n], self._layouts[n].asked_bytes
+            answer = self.buffers.answer(size, is_copied=False) if room is None else room[at : at + size]
+            self._answers[n] = answer
             if layout.host is not None:
                 try:
                     self._on_host[n] = layout.host.run(self._inputs[n], answer)
