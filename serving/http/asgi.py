@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 from starlette.responses import Response as HttpResponse
 
 from tableside.serving.client import attempts
@@ -195,7 +194,6 @@ _OBJECTS, _STRINGS = 16, 64  # of an input, at most: its tensors, its outputs, a
 _SPARE = 256  # of each, for what belongs to no input
 # in memory: an int or float and the places that hold it; a list, however short
 _NUMBER_BYTES, _LIST_BYTES = (64, 112)
-_PIECE = 1 << 14  # numbers that are written at once
 
 
 @asynccontextmanager
@@ -213,15 +211,3 @@ async def room(turn: asyncio.Lock, text: bytes, inputs: int, hold: Hold) -> Asyn
     async with turn:
         with hold.growing(_NUMBER_BYTES * numbers + _LIST_BYTES * lists):
             yield
-
-
-def text_of(array: NDArray[Any]) -> Any:
-    """Returns an array [n] or [n, m] for orjson; a large one as text, written in pieces."""
-    if array.size <= _PIECE:
-        return array
-    rows = max(1, _PIECE // max(1, array[:1].size))
-    pieces = (
-        orjson.dumps(array[at : at + rows], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        for at in range(0, len(array), rows)
-    )
-    return orjson.Fragment(b"[%s]" % b",".join(pieces))

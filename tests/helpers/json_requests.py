@@ -7,6 +7,7 @@ import orjson
 from tableside.serving.errors import ApiError
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1.request import JsonRequest
+from tableside.serving.http.v2.reader import names_of
 from tableside.serving.model.request import Answer
 from tableside.serving.model.version import ServedVersion
 
@@ -36,7 +37,9 @@ def laid_out_slowly(served: ServedVersion, text: bytes, score: bool = False) -> 
 def answer(served: ServedVersion, found: JsonRequest) -> bytes | str:
     """The whole response, or what is wrong with ids or lengths."""
     try:
-        return v1_request.encode(served, found, Answer(found.request.run(found.inputs)))
+        return b"".join(
+            v1_request.encode(served, names_of(served), found, Answer(found.request.run(found.inputs)))
+        )
     except ApiError as error:
         return error.message
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tableside.loader.versions.states import State
 from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
-from tableside.serving.http.asgi import json_object, text_of
+from tableside.serving.http.asgi import json_object
 from tableside.serving.http.inputs.tensors import (
     DATATYPES,
     STRINGS,
@@ -96,40 +96,26 @@ def _check_keys(pairs: list[tuple[str, Any]]) -> None:
         raise bad_request(f"key {short(twice)} came twice in an object; send each key once")
 
 
-def encode(state: State, laid_out: JsonRequest, answer: Answer) -> bytes:
-    """Returns the answer's JSON: scores or vectors, and any found masks. state: the one that answered."""
+def encode(state: State, names: object, laid_out: JsonRequest, answer: Answer) -> list[Any]:
+    """Returns the parts of the answer's JSON: scores or vectors, and any found masks. state: the one that
+    answered. names: of the version."""
     request, buffer = laid_out.request, answer.buffer
     found: dict[str, Any] = {"model": request.model, "version": state.version, "sequence": state.sequence}
     if (late := request.take_late(answer)) is not None:
         found["degraded"] = late.by_table
     if request.scoring is not None:
         found["scores"] = request.scoring.output.view(buffer)
-    else:
-        places = np.frombuffer(request.places, _PLACE)
-        names = [request.features.names[number] for number in places["kind"].tolist()]
-        found["vectors"] = dict(zip(names, map(text_of, _vectors(request, places, buffer)), strict=True))
-        if laid_out.wants_found:
-            late_at = {} if late is None else late.at
-            found["found"] = {
-                name: _mask(place, laid_out.inputs, buffer, is_bags, late_at.get(name, ()))
-                for name, place, is_bags in zip(names, places, laid_out.are_bags, strict=True)
-            }
-    return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _vectors(request: Request, places: NDArray[Any], buffer: Buffer) -> Iterator[NDArray[np.float32]]:
-    """Yields each feature's vectors, fp32 [bags or ids, dim]."""
-    features, kinds = request.features, places["kind"]
-    counts = np.where(features.is_pooled[kinds], places["bags"], places["ids"])
-    dims, is_half = features.dims[kinds], features.is_half[kinds]
-    if (counts == counts[0]).all() and (dims == dims[0]).all() and (is_half == is_half[0]).all():
-        dtype, shape = np.float16 if is_half[0] else np.float32, (len(kinds), counts[0], dims[0])
-        yield from np.ndarray(shape, dtype, buffer, places["out_at"][0]).astype(np.float32, copy=False)
-        return
-    rows = zip(places["out_at"].tolist(), counts.tolist(), dims.tolist(), is_half.tolist(), strict=True)
-    for at, count, dim, half in rows:
-        found = np.ndarray((count, dim), np.float16 if half else np.float32, buffer, at)
-        yield found.astype(np.float32, copy=False)
+        return [orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)]
+    head, tail = orjson.dumps(found).removesuffix(b"}"), b"}"
+    if laid_out.wants_found:
+        places, late_at = np.frombuffer(request.places, _PLACE), {} if late is None else late.at
+        features = [request.features.names[number] for number in places["kind"].tolist()]
+        masks = {
+            name: _mask(place, laid_out.inputs, buffer, is_bags, late_at.get(name, ()))
+            for name, place, is_bags in zip(features, places, laid_out.are_bags, strict=True)
+        }
+        tail = b',"found":%b}' % orjson.dumps(masks)
+    return [head + b',"vectors":', _reader.vectors(names, request.places, buffer), tail]
 
 
 def _mask(place: Any, inputs: Any, buffer: Buffer, is_bags: int, late: Sequence[int]) -> list[Any]:

@@ -21,6 +21,7 @@ from tableside.serving.http.v1.request import (
     parse,
     read,
 )
+from tableside.serving.http.v2.reader import names_of
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.version import ServedVersion
@@ -39,14 +40,14 @@ class V1:
         self._service = service
         self._counts = MetricsOfModels("v1")
 
-    async def answer(self, scope: asgi.Scope, receive: asgi.Receive, score: bool) -> bytes:
+    async def answer(self, scope: asgi.Scope, receive: asgi.Receive, score: bool) -> asgi.Response:
         settings, hold = self._service.settings, scope[asgi.HOLD]
         body = await asgi.read_body(scope, receive, settings.max_body_bytes, hold)
         asgi.check_json_size(len(body), settings.max_json_bytes)
         await self._service.slices.take()
-        return await self._work_on(scope, body, score)
+        return asgi.Response(200, (asgi.JSON_TYPE,), await self._work_on(scope, body, score))
 
-    async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool) -> bytes:
+    async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool) -> list[Any]:
         service, started, hold = self._service, time.perf_counter(), scope[asgi.HOLD]
         served, laid_out = await self._laid_out(scope, text, score, hold)
         request = laid_out.request
@@ -56,7 +57,7 @@ class V1:
         parsed = time.perf_counter()
         answer = await answer_of(service.executor.begin(request, laid_out.inputs))
         looked_up = time.perf_counter()
-        result = answer.state or served.state, laid_out, answer
+        result = answer.state or served.state, names_of(served), laid_out, answer
         is_large = request.out_bytes > asgi.ANSWER_BYTES or len(text) > asgi.BESIDE_BYTES
         encoded = await service.beside(encode, *result) if is_large else encode(*result)
         times = Stages(started, parsed, looked_up, time.perf_counter())
@@ -113,11 +114,11 @@ def add_to(app: FastAPI, service: Service, tell: Callable[[], None]) -> None:
         "/v1/lookup", **openapi.told("Look ids up", _LOOKED_UP, *openapi.POSTS, body=_LOOKUP, **_HEADERS)
     )
     async def lookup(http: Request) -> Response:
-        return Response(await v1.answer(http.scope, http.receive, score=False), media_type="application/json")
+        return asgi.AsgiResponse(await v1.answer(http.scope, http.receive, score=False))
 
     @app.post("/v1/score", **openapi.told("Score rows", _SCORED, *openapi.POSTS, body=_SCORE, **_HEADERS))
     async def score(http: Request) -> Response:
-        return Response(await v1.answer(http.scope, http.receive, score=True), media_type="application/json")
+        return asgi.AsgiResponse(await v1.answer(http.scope, http.receive, score=True))
 
     @app.get("/v1/models", **openapi.told("What is served", _MODELS, 405))
     async def models() -> Response:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from tableside.serving.http.asgi import ANSWER_BYTES, text_of
-from tableside.serving.http.v2 import shm
+from tableside.serving.http.asgi import ANSWER_BYTES
+from tableside.serving.http.v2 import _reader, shm
 from tableside.serving.model.places import Buffer, Output
 from tableside.serving.model.request import Request
 from tableside.serving.shm import regions
@@ -76,8 +76,9 @@ def described(
             entry["parameters"] = {shm.REGION: into.region.entry.name, shm.SIZE: output.bytes}
         else:
             assert buffer is not None
-            values = output.view(buffer)
-            entry["data"] = text_of((values.astype(np.float32) if output.half else values).reshape(-1))
+            values = output.view(buffer).reshape(-1)
+            is_float = values.dtype.kind == "f"
+            entry["data"] = orjson.Fragment(_reader.floats(values, output.half)) if is_float else values
         named.append(entry)
     response: dict[str, Any] = {
         "model_name": request.model,

@@ -7,12 +7,11 @@ import zlib
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 
 from tableside.serving.errors import ApiError
 from tableside.serving.executors.admission import Bytes, Hold
-from tableside.serving.http.asgi import read_body, room, text_of
+from tableside.serving.http.asgi import read_body, room
 
 NUMBERS = b"[" + b"7," * 100_000 + b"7]"
 
@@ -93,15 +92,6 @@ def test_a_turn_is_given_back_where_the_client_left() -> None:
         assert total.held == 0
 
     asyncio.run(test())
-
-
-@pytest.mark.parametrize(
-    "shape", [(0,), (0, 8), (5,), (3, 4), (40_000,), (5000, 8), (3, 40_000), (16_385, 1)]
-)
-def test_text_in_pieces_is_the_text(shape: tuple[int, ...]) -> None:
-    array = np.random.default_rng(1).normal(size=shape).astype(np.float32)
-    wanted = orjson.dumps({"a": array}, option=orjson.OPT_SERIALIZE_NUMPY)
-    assert orjson.dumps({"a": text_of(array)}, option=orjson.OPT_SERIALIZE_NUMPY) == wanted
 
 
 async def unpacked(body: bytes, limit: int, total: Bytes, encoding: bytes = b"gzip") -> bytes:

@@ -22,7 +22,9 @@ from tableside.serving.executors.admission import Hold
 from tableside.serving.http.asgi import HOLD
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
+from tableside.serving.http.v2 import _reader
 from tableside.serving.http.v2 import request as v2_request
+from tableside.serving.http.v2.reader import names_of
 from tableside.serving.model.request import Answer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
@@ -256,7 +258,7 @@ def test_long_json_is_read_beside_the_event_loop(
 
             monkeypatch.setattr(v1, "read", watched)
             scope = {"type": "http", "headers": [], HOLD: Hold(service.in_flight)}
-            return await v1.V1(service).answer(scope, receive, False)
+            return b"".join((await v1.V1(service).answer(scope, receive, False)).parts)
         finally:
             await service.stop()
 
@@ -294,12 +296,11 @@ def test_scores_are_the_same_whatever_the_form(version: ServedVersion, form: Cal
     found, expected = laid_out(version, text, score=True), laid_out_slowly(version, text, score=True)
     assert found is not None
     assert found.request.scoring is not None and expected.request.scoring is not None
-    arrays = []
-    for one in (found, expected):
-        places = np.frombuffer(one.request.places, v1_request._PLACE)
-        arrays.append([*v1_request._vectors(one.request, places, one.request.run(one.inputs))])
-    for vectors, others in zip(*arrays, strict=True):
-        np.testing.assert_array_equal(vectors, others)
+    names = names_of(version)
+    both = [
+        _reader.vectors(names, one.request.places, one.request.run(one.inputs)) for one in (found, expected)
+    ]
+    assert both[0] == both[1]
     at = int(matrices_in(found.request.scoring.sources)[1][1])
     np.testing.assert_array_equal(np.frombuffer(found.inputs, np.float32, 6, at), [0.5, 1, 2, 3, 4, 5])
 
@@ -309,7 +310,9 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
     found = laid_out(version, text_of(GOOD))
     assert found is not None
     buffer = found.request.run(found.inputs)
-    sent = orjson.loads(v1_request.encode(version, found, Answer(buffer)))["vectors"]
+    sent = orjson.loads(b"".join(v1_request.encode(version, names_of(version), found, Answer(buffer))))[
+        "vectors"
+    ]
     slow = laid_out_slowly(version, text_of(GOOD)).request
     for output in slow.outputs:
         np.testing.assert_array_equal(

@@ -21,10 +21,15 @@
  *   id: the request's, or None; timeout_us: its parameter `timeout`, 0: none
  * read_json(text, is_score) -> None: `serving.http.v1.request` reads it; else (read, model, version or None)
  * lay_out_json(read, names) -> None, or (places, sizes, inputs, bytes of inputs, scores, whether masks are
- *   wanted, a byte for each lookup, 1: its ids came as bags) */
+ *   wanted, a byte for each lookup, 1: its ids came as bags)
+ * floats(values, is_half) -> values as a JSON list
+ * use_vectors(most) -> which instruction set floats are written with (`begin_float_text`), for tests
+ * vectors(names, places, outputs) -> a JSON object as a bytearray, from the name of each place's feature to the list of its vectors */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
+#include "_arguments.h"
+#include "_float_text.h"
 #include "_reader.h"
 
 static const char NAME[] = "tableside.names";
@@ -283,11 +288,82 @@ static PyObject *py_lay_out_json(PyObject *self, PyObject *const *args, Py_ssize
                          h->held, (long long)h->j.used, scores_of(r), PyBool_FromLong(r->wants_masks), are_bags(r));
 }
 
+/* ---- floats as JSON ---- */
+
+static PyObject *py_use_vectors(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    arguments a;
+    if (!take_arguments("use_vectors", "i", args, n, &a)) return NULL;
+    return PyLong_FromLong(begin_float_text((int)a.n[0]));
+}
+
+static PyObject *py_floats(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    arguments a;
+    PyObject *made = NULL;
+    if (!take_arguments("floats", "bi", args, n, &a)) return NULL;
+    const int is_half = a.n[0] != 0;
+    const int64_t count = a.b[0].len / (is_half ? 2 : 4);
+    char *begin = malloc((size_t)count * FLOAT_BYTES + SPARE_BYTES), *to = begin;
+    if (begin) {
+        PyThreadState *state = a.b[0].len > LONG_TEXT ? PyEval_SaveThread() : NULL;
+        *to++ = '[';
+        to = write_floats(a.b[0].buf, is_half, count, to);
+        *to++ = ']';
+        if (state) PyEval_RestoreThread(state);
+        made = PyBytes_FromStringAndSize(begin, to - begin);
+    } else PyErr_NoMemory();
+    free(begin);
+    release(&a);
+    return made;
+}
+
+/* Where the vectors of a place lie, and how many; 0: they do not lie in the outputs. */
+static int find_vectors(const names *of, const place *p, const Py_buffer *outputs, vectors *found) {
+    if (p->kind < 0 || p->kind >= of->n.features) return 0;
+    const feature *f = of->features + p->kind;
+    const int64_t count = f->is_pooled ? p->bags : p->ids, step = f->dim * (f->is_half ? 2 : 4);
+    *found = (vectors){of->label[p->kind], (const uint8_t *)outputs->buf + p->out_at, count, f->dim, (int)f->is_half};
+    return lies_in(outputs, p->out_at, count, step, step);
+}
+
+static PyObject *py_vectors(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    arguments a;
+    PyObject *made = NULL;
+    if (!take_arguments("vectors", "-bb", args, n, &a)) return NULL;
+    const names *of = PyCapsule_GetPointer(args[0], NAME);
+    const int64_t count = a.b[0].len / (int64_t)sizeof(place);
+    vectors *found = malloc((size_t)(count + 1) * sizeof *found);
+    int64_t room = SPARE_BYTES;
+    for (int64_t k = 0; of && found && k < count; k++) {
+        place p;
+        memcpy(&p, (const char *)a.b[0].buf + k * (int64_t)sizeof p, sizeof p);
+        if (!find_vectors(of, &p, a.b + 1, found + k)) {
+            PyErr_Format(PyExc_ValueError, "the vectors of place %lld do not lie in the outputs", (long long)k);
+            goto done;
+        }
+        room += VECTORS_BYTES(found[k]);
+    }
+    if (of && !found) PyErr_NoMemory();
+    if (of && found && (made = PyByteArray_FromStringAndSize(NULL, room))) {
+        char *begin = PyByteArray_AsString(made);
+        PyThreadState *state = a.b[1].len > LONG_TEXT ? PyEval_SaveThread() : NULL;
+        const int64_t bytes = write_vectors(found, count, begin) - begin;
+        if (state) PyEval_RestoreThread(state);
+        if (PyByteArray_Resize(made, bytes)) Py_CLEAR(made);
+    }
+done:
+    free(found);
+    release(&a);
+    return made;
+}
+
 static PyMethodDef methods[] = {
     {"names", (PyCFunction)(void (*)(void))py_names, METH_FASTCALL, NULL},
     {"read", (PyCFunction)(void (*)(void))py_read, METH_FASTCALL, NULL},
     {"read_json", (PyCFunction)(void (*)(void))py_read_json, METH_FASTCALL, NULL},
     {"lay_out_json", (PyCFunction)(void (*)(void))py_lay_out_json, METH_FASTCALL, NULL},
+    {"floats", (PyCFunction)(void (*)(void))py_floats, METH_FASTCALL, NULL},
+    {"use_vectors", (PyCFunction)(void (*)(void))py_use_vectors, METH_FASTCALL, NULL},
+    {"vectors", (PyCFunction)(void (*)(void))py_vectors, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -295,16 +371,11 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reader", NULL, -1, 
 
 PyMODINIT_FUNC PyInit__reader(void) {
     PyObject *made = PyModule_Create(&module);
+    begin_float_text(2);
 #define FIELD_NAME(name) #name,
     static const char *const fields[] = {PLACE_FIELDS(FIELD_NAME) NULL};
-    PyObject *list = PyTuple_New(sizeof fields / sizeof *fields - 1);
-    for (Py_ssize_t k = 0; list && fields[k]; k++) {
-        PyObject *name = PyUnicode_FromString(fields[k]);
-        if (!name || PyTuple_SetItem(list, k, name)) Py_CLEAR(list);
-    }
-    if (!made || !list || PyModule_AddObjectRef(made, "PLACE_FIELDS", list)
-        || PyModule_AddIntConstant(made, "INPUTS_PER_BYTE", INPUTS_PER_BYTE))
+    if (made && (!add_names(made, "PLACE_FIELDS", fields)
+                 || PyModule_AddIntConstant(made, "INPUTS_PER_BYTE", INPUTS_PER_BYTE)))
         Py_CLEAR(made);
-    Py_XDECREF(list);
     return made;
 }
