@@ -14,6 +14,7 @@ MEASURED_FIELDS: tuple[str, ...]
 BASE_FIELDS: tuple[str, ...]
 PROBE_FIELDS: tuple[str, ...]
 RESOLVE_FIELDS: tuple[str, ...]
+FILL_FIELDS: tuple[str, ...]
 
 def lookup(
     table: int,
@@ -75,6 +76,10 @@ def write_batch(
     locked: list[tuple[int, int]],
     from_bytes: int,
 ) -> list[tuple[int, int, int]]: ...
+def size_fills(
+    taken: list[Any], block: int
+) -> tuple[int, int, list[int], list[tuple[int, int, int, int]]]: ...
+def write_fills(taken: list[Any], block: int, jobs: int, programs: int, target: Any) -> None: ...
 def move_all(moves: bytes, source: Any, target: Any) -> None: ...
 def lengths_of(
     memory: Any, at: int, item_bytes: int, items: int, ids: int, form: int

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tableside.quant import Plan
 from tableside.quant.contract import Waiting
@@ -57,30 +57,24 @@ class Future(Protocol):
 Told = Sequence[tuple[Future, Answer | BaseException]]  # of each request: who waits for it, and what it gets
 
 
-class Asked(NamedTuple):
-    """A request, and who waits for its answer. deadline: as of `Request`, which others may share."""
+@dataclass(slots=True, eq=False)  # not frozen: those take four times as long to make
+class Asked:
+    """A request, and who waits for its answer. deadline: as of `Request`, which others may share. Set once
+    it is submitted: since, of time.perf_counter; plan."""
 
     request: Request
     inputs: Any
     future: Future
     deadline: float | None = None
-
-
-@dataclass(slots=True, eq=False)  # not frozen: those take four times as long to make
-class _WaitingRequest:
-    request: Request
-    inputs: Any
-    future: Future
-    deadline: float | None
-    since: float  # of time.perf_counter
-    plan: Plan
+    since: float = 0.0
+    plan: Plan = field(init=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
     """Requests that run together. scores: those computed on the device."""
 
-    taken: list[_WaitingRequest]
+    taken: list[Asked]
     timed: bool
     scores: DeviceScores | None = None
 
@@ -104,7 +98,7 @@ class Batcher:
         self._tell = tell
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # for what is below, up to the empty line
-        self._waiting: deque[_WaitingRequest] = deque()
+        self._waiting: deque[Asked] = deque()
         self._under_way: list[_Batch] = []  # in order
         self._is_ending = self._is_closed = False
         # the first thread; before all else it waits, as those that come in the same round go together
@@ -126,10 +120,11 @@ class Batcher:
     def submit_all(self, asked: Sequence[Asked]) -> None:
         """Runs requests that came together in some batch; their futures get answers or ApiErrors."""
         now = time.perf_counter()
-        came = [_WaitingRequest(*one, now, one[0].plan) for one in asked]
-        self._submit([w for w in came if not w.plan.waits or self._is_ready(w)])
+        for w in asked:
+            w.since, w.plan = now, w.request.plan
+        self._submit([w for w in asked if not w.plan.waits or self._is_ready(w)])
 
-    def _is_ready(self, w: _WaitingRequest) -> bool:
+    def _is_ready(self, w: Asked) -> bool:
         """Begins a request that may wait for rows; where it does, a thread waits, so that no batch does."""
         try:
             if self._reading >= self._max_waiting:
@@ -142,7 +137,7 @@ class Batcher:
             _fail(w, error)
         return False
 
-    def _takes(self, w: _WaitingRequest, begun: Plan | Waiting) -> bool:
+    def _takes(self, w: Asked, begun: Plan | Waiting) -> bool:
         """Returns whether a request that began can run now."""
         if isinstance(begun, Waiting) and begun.may_be_here:
             self._later(w, self._run_beside(partial(w.request.look, begun)))
@@ -156,11 +151,11 @@ class Batcher:
     def _run_beside(self, work: Callable[[], Plan | Waiting]) -> "asyncio.Future[Plan | Waiting]":
         return asyncio.get_running_loop().run_in_executor(self._beside, work)
 
-    def _later(self, w: _WaitingRequest, reading: "asyncio.Future[Plan | Waiting]") -> None:
+    def _later(self, w: Asked, reading: "asyncio.Future[Plan | Waiting]") -> None:
         self._reading += 1
         reading.add_done_callback(partial(self._came, w))
 
-    def _came(self, w: _WaitingRequest, reading: "asyncio.Future[Plan | Waiting]") -> None:
+    def _came(self, w: Asked, reading: "asyncio.Future[Plan | Waiting]") -> None:
         self._reading -= 1
         if reading.cancelled():
             _fail(w, _closing())
@@ -175,7 +170,7 @@ class Batcher:
             except RuntimeError:
                 _fail(w, _closing())
 
-    def _submit(self, came: list[_WaitingRequest]) -> None:
+    def _submit(self, came: list[Asked]) -> None:
         try:
             self._threads.begin()
             self._loop = asyncio.get_running_loop()
@@ -190,7 +185,7 @@ class Batcher:
             self._is_looking = True
             self._loop.call_soon(self._look)
 
-    def _add(self, came: list[_WaitingRequest]) -> list[_WaitingRequest]:
+    def _add(self, came: list[Asked]) -> list[Asked]:
         """Queues requests; returns those to refuse. RuntimeError: the batcher was closed."""
         with self._lock:
             if self._is_closed:
@@ -273,9 +268,9 @@ class Batcher:
     def _may_begin(self) -> bool:
         return not self._is_ending and self._lost is None and len(self._under_way) < _UNDER_WAY
 
-    def _take(self) -> list[_WaitingRequest]:
+    def _take(self) -> list[Asked]:
         self._refuse_late()
-        taken: list[_WaitingRequest] = []
+        taken: list[Asked] = []
         size, late_since = 0, time.perf_counter() - NEWEST_FIRST_AFTER_S
         while self._waiting and len(taken) < self._max_batch:
             end = -1 if self._waiting[0].since < late_since else 0
@@ -395,6 +390,6 @@ def _closing() -> RuntimeError:
     return RuntimeError("no batch runs any more: this worker is closing")
 
 
-def _fail(w: _WaitingRequest, error: BaseException) -> None:
+def _fail(w: Asked, error: BaseException) -> None:
     if not w.future.done():
         w.future.set_exception(error)

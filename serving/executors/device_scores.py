@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.quant.gpu.batch.follower import FollowerInputs
 from tableside.serving.errors import ApiError, ErrorKind
@@ -29,14 +28,12 @@ def is_scored_on_device(request: Request) -> bool:
 
 
 class _Member(NamedTuple):
-    """A request of a batch. room: its scorer's; start: its first row there; targets: addresses of that row;
-    of: rows of all its requests."""
+    """A request of a batch. room: its scorer's; start: its first row there; of: rows of all its requests."""
 
     number: int
     scoring: Scoring
     room: "ScorerRoom"
     start: int
-    targets: NDArray[np.int64]
     of: int
 
 
@@ -47,7 +44,8 @@ class DeviceScores:
         self, requests: Mapping[int, tuple[Request, Any]], stage: ScoreStage, tell: Tell | None
     ) -> None:
         self._requests, self._stage, self._tell = requests, stage, tell
-        self._members: dict[int, _Member] | None = None
+        self._members: list[_Member] = []
+        self._taken: dict[int, FollowerInputs] | None = None
         self._refused: dict[int, Exception | None] = {}
         self._calls: list[Floats] = []  # the scores of each call
         self._scores: dict[int, Floats] = {}  # of each request, parts of those
@@ -58,34 +56,31 @@ class DeviceScores:
 
     def takes(self, number: int) -> FollowerInputs | None:
         """As `Follower.takes`."""
-        if self._members is None:
-            self._members = self._placed()
-        if (member := self._members.get(number)) is None:
-            return None
-        return FollowerInputs(member.scoring.matrices, member.targets, member.scoring.is_alone)
+        if self._taken is None:
+            self._taken = self._place()
+        return self._taken.get(number)
 
-    def _placed(self) -> dict[int, _Member]:
-        of_scorer: dict[int, list[int]] = {}
+    def _place(self) -> dict[int, FollowerInputs]:
+        of_scorer: dict[int, list[tuple[int, Scoring]]] = {}
         for n, (request, _) in self._requests.items():
-            of_scorer.setdefault(id(_scoring(request).scorer), []).append(n)
-        placed = {}
-        for numbers in of_scorer.values():
-            scorings = [_scoring(self._requests[n][0]) for n in numbers]
-            starts = [*accumulate((s.rows for s in scorings), initial=0)]
-            calls, rows = _calls(scorings[0]), starts[-1]
+            scoring = _scoring(request)
+            of_scorer.setdefault(id(scoring.scorer), []).append((n, scoring))
+        taken = {}
+        for scored in of_scorer.values():
+            *starts, rows = accumulate((scoring.rows for _, scoring in scored), initial=0)
+            calls = _calls(scored[0][1])
             room = calls.room(rows)
             targets = room.addresses + np.array(starts)[:, None] * calls.row_bytes
-            for n, *member in zip(numbers, scorings, starts, targets, strict=False):
-                scoring, start, own = member
-                placed[n] = _Member(n, scoring, room, start, own, rows)
-        return placed
+            for (n, scoring), start, own in zip(scored, starts, targets, strict=True):
+                self._members.append(_Member(n, scoring, room, start, rows))
+                taken[n] = FollowerInputs(scoring.matrices, own, scoring.is_alone)
+        return taken
 
     def run(self) -> None:
         """As `Follower.run`. RuntimeError: the device was lost to a scorer."""
         self._began = time.perf_counter()
-        members = list((self._members or {}).values())
-        refused = self._stage.run(members, self._tell, score=self._score)
-        self._refused = {m.number: error for m, error in zip(members, refused, strict=True)}
+        refused = self._stage.run(self._members, self._tell, score=self._score)
+        self._refused = {m.number: error for m, error in zip(self._members, refused, strict=True)}
 
     def _score(self, members: Sequence[_Member]) -> None:
         """Begins to score requests with adjacent rows by one call. As `score_together`."""

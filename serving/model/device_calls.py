@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ logger = logging.getLogger("tableside")
 GRAPH_ROWS = 4096  # of the largest graph
 WARM_ROWS = 1024  # up to which graphs are made before the first request
 
+_BATCHES = 4  # more than have begun and are not read
 # [rows, width] of each input -> fp32 [rows], or [rows, n]
 Run = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -41,10 +43,20 @@ class ScorerRoom:
         return self.inputs[0].shape[0]
 
 
-@dataclass(frozen=True)
 class _Graph:
-    graph: Any  # torch.cuda.CUDAGraph
-    scores: torch.Tensor  # which a replay writes
+    """A captured call. scores: that a replay writes, [rows], or [rows, n] for several a row."""
+
+    def __init__(self, graph: Any, scores: torch.Tensor) -> None:
+        self._graph, self._scores = graph, _a_row(scores)
+        hosts = [_on_host(self._scores) for _ in range(_BATCHES)]
+        self._hosts = cycle([(host, host.numpy()) for host in hosts])
+
+    def replay(self) -> NDArray[np.float32]:
+        """Begins the call, and to copy its scores to the host."""
+        self._graph.replay()
+        host, found = next(self._hosts)
+        host.copy_(self._scores, non_blocking=True)
+        return found
 
 
 class DeviceCalls:
@@ -71,7 +83,7 @@ class DeviceCalls:
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
         # Torch records an event where such memory goes, which another thread must not do during a capture.
-        self._sent: deque[torch.Tensor] = deque(maxlen=4)  # scores of more batches than are under way
+        self._sent: deque[torch.Tensor] = deque(maxlen=_BATCHES)
 
     def room(self, rows: int) -> ScorerRoom:
         """Returns room for `rows`; it overwrites an earlier batch's."""
@@ -97,8 +109,7 @@ class DeviceCalls:
             graph = self._graph(room) if is_all and start == 0 else None
             if graph is None:
                 return self._to_host(self._run([i[start : start + rows] for i in room.inputs]))
-            graph.graph.replay()
-            return self._to_host(graph.scores[:rows])
+            return graph.replay()[:rows]
 
     def warm_up(self, admit: Callable[[int], object]) -> None:
         """Makes the small graphs that the scorer may take. admit: `Scorer.admit`."""
@@ -131,9 +142,8 @@ class DeviceCalls:
 
     def _to_host(self, scores: torch.Tensor) -> NDArray[np.float32]:
         """Begins to copy scores to the host: fp32 [rows], or [rows, n] for several a row."""
-        if scores.ndim == 2 and scores.shape[1] == 1:
-            scores = scores[:, 0]
-        host = torch.empty(scores.shape, dtype=torch.float32, pin_memory=scores.is_cuda)
+        scores = _a_row(scores)
+        host = _on_host(scores)
         host.copy_(scores, non_blocking=True)
         self._sent.append(host)
         found: NDArray[np.float32] = host.numpy()
@@ -155,3 +165,13 @@ class DeviceCalls:
         # are held here.
         self._pool = graph.pool()
         return _Graph(graph, scores)
+
+
+def _a_row(scores: torch.Tensor) -> torch.Tensor:
+    """[rows] of [rows, 1]."""
+    return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
+
+
+def _on_host(scores: torch.Tensor) -> torch.Tensor:
+    """Room for scores, fp32."""
+    return torch.empty(scores.shape, dtype=torch.float32, pin_memory=scores.is_cuda)

@@ -111,7 +111,7 @@ class Scoring:
     @cached_property
     def matrices(self) -> Matrices:
         """The scorer's inputs, for a device that scores many requests together."""
-        return Matrices(matrices_in(self.sources), self.rows, self.scorer.precision)
+        return Matrices(self.sources, self.rows, self.scorer.precision)
 
     def check(self, inputs: Any, scores: Floats) -> None:
         """ApiError: a score is not finite; 400 if a dense tensor is not finite either, else 500."""

@@ -17,6 +17,7 @@
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see _gather.h
  * totals, lay_out, measure, move_all: see _native_jobs.c · place_batch, write_batch: see _native_batch.c ·
+ * size_fills, write_fills: see _native_fills.c ·
  * lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, device_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
  * place_rows, in_layers, count_rows: see _native_index.c · split_ids: see _native_split.c
@@ -40,7 +41,7 @@
     F(lookup) F(run) F(quantize) F(totals) F(lay_out) F(lengths_of) F(parts_of) F(feature_places) \
     F(tensor_places) F(device_places) F(tensor_parts) F(count_buckets) F(put_in_buckets) F(distinct) F(build) \
     F(place_rows) F(in_layers) F(count_rows) F(split_ids) F(sample_uses) F(fill_filter) F(fill_marks) \
-    F(measure) F(place_batch) F(write_batch) F(move_all) F(measure_prefetches)
+    F(measure) F(place_batch) F(write_batch) F(size_fills) F(write_fills) F(move_all) F(measure_prefetches)
 #define DECLARE(name) PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t n);
 METHODS(DECLARE)
 
@@ -53,7 +54,7 @@ typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
 static const struct { const char *as; const char *const *names; } all_names[] = {
     NAMES(KIND_FIELDS), NAMES(PLACE_FIELDS), NAMES(ROW_MAP_FIELDS), NAMES(LAYER_FIELDS),
     NAMES(GPU_KIND_FIELDS), NAMES(JOB_FIELDS), NAMES(MOVE_FIELDS), NAMES(MEASURED_FIELDS),
-    NAMES(BASE_FIELDS), NAMES(PROBE_FIELDS), NAMES(RESOLVE_FIELDS)};
+    NAMES(BASE_FIELDS), NAMES(PROBE_FIELDS), NAMES(RESOLVE_FIELDS), NAMES(FILL_FIELDS)};
 
 static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;

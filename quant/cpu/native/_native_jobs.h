@@ -31,8 +31,9 @@
     F(rows_bytes) F(gather_bytes) F(on_host)
 /* Where the parts of a request begin in the buffers of a batch. */
 #define BASE_FIELDS(F) F(inputs) F(outputs) F(scratch) F(rows) F(locations)
-/* Job fields of other kernels: quant.cache.kernels.state.ProbeField and
- * quant.gpu.kernels.job.ResolveField. */
+/* Job fields of other kernels: quant.cache.kernels.state.ProbeField, and ResolveField and FillField of
+ * quant.gpu.kernels.job. */
 #define PROBE_FIELDS(F) F(table) F(ids_at) F(ids) F(locations_at) F(first_block)
+#define FILL_FIELDS(F) F(source) F(is_half) F(values) F(width) F(step) F(target) F(first_program) F(precision)
 #define RESOLVE_FIELDS(F) F(row_map) F(ids_at) F(target_at) F(ids) F(found_at) F(first_program)
 

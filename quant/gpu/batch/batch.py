@@ -161,16 +161,14 @@ class DeviceBatch:
         host, device = self.buffers.host_in, self.buffers.device_in
         if self.fills.programs:
             inputs, outputs = device.data_ptr(), self.buffers.device_out.data_ptr()
-            tensors = []
+            of_tensors = [0] * len(self._layouts)
             if self.fills.tensors:
-                tensors = [
+                of_tensors = [
                     inputs + b.inputs + aligned(la.in_bytes)
                     for b, la in zip(self._merged.bases, self._layouts, strict=True)
                 ]
-            written = self.fills.written(
-                tensors, [outputs + at for at in self._merged.outputs_at], self._failed
-            )
-            self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
+            of_outputs = [outputs + at for at in self._merged.outputs_at]
+            self.fills.write(self._host[self._fills_at : self._end], of_tensors, of_outputs, self._failed)
         sent, staged = device.data_ptr(), host.data_ptr()
         holes = [Copy(at, 0, aligned(size)) for at, _, size in self._locked_reads]
         for first, end in gaps([*self._reads, *holes], self._end):

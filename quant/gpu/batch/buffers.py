@@ -33,7 +33,7 @@ class Buffers:
 
     def answer(self, size: int, is_copied: bool = True) -> Buffer:
         """Room for what a caller gets. is_copied: the device copies to it."""
-        if self._answers is not None:
+        if self._answers is not None and size:
             return self._answers(size)
         return self._device.pinned(size).numpy() if is_copied else np.empty(size, np.uint8)
 

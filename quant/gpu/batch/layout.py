@@ -42,7 +42,7 @@ from tableside.quant.device.device import Device
 from tableside.quant.errors import BadIds, MissingBackend, QuantError, RowsNotRead
 from tableside.quant.gpu.batch.moves import Move
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
-from tableside.quant.gpu.kernels.job import JobField, ResolveField
+from tableside.quant.gpu.kernels.job import FillField, JobField, ResolveField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs, NativeLayout, shared_launch
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.tables import DeviceTable, on_device
@@ -130,6 +130,7 @@ _FIELDS = {
             ("JOB_FIELDS", JobField),
             ("PROBE_FIELDS", ProbeField),
             ("RESOLVE_FIELDS", ResolveField),
+            ("FILL_FIELDS", FillField),
         )
     },
 }  # that both sides write and read

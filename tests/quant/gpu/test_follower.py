@@ -16,6 +16,7 @@ from tables import gpu_backend, placed, table_of
 from tableside.quant import BadIds, Lookup, LookupKind, Pooling, Precision, RowFormat, choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import MatrixPlace, place_of
+from tableside.quant.cpu import _native
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, FollowerInputs, Matrices, StagedTensor
 from tableside.quant.gpu.batch.moves import Move, as_bytes
@@ -268,6 +269,16 @@ def test_a_single_request_again_and_again() -> None:
 WIDTH = 8  # values of a vector, in what follows
 
 
+def written(
+    fills: Fills, inputs: list[int], outputs: list[int], failed: list[bool]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The jobs [n, fields of FillField] and the job of each program."""
+    room = np.zeros(fills.size // 8 + 1, np.int64).view(np.uint8)[: fills.size]
+    fills.write(room, inputs, outputs, failed)
+    jobs = room[: fills.programs_at].view(np.int64).reshape(-1, len(FillField))
+    return jobs, room[fills.programs_at :].view(np.int32)[: fills.programs]
+
+
 def test_jobs_of_many_programs() -> None:
     """Each program knows its job, and how many programs of the job come before it; of failed requests
     zeros are taken."""
@@ -282,10 +293,9 @@ def test_jobs_of_many_programs() -> None:
     ]
     fills = Fills([direct] * 3, taken, FILL_BLOCK)
     staged = -(-4 * 3 * rows // 16) * 16  # the second tensor lies behind the first one
-    assert fills.tensors == (StagedTensor(0, 40, 0, 12 * rows), StagedTensor(0, 7, staged, 20 * rows))
+    assert fills.tensors == [StagedTensor(0, 40, 0, 12 * rows), StagedTensor(0, 7, staged, 20 * rows)]
     assert fills.input_bytes == [staged + -(-20 * rows // 16) * 16, 0, 0]
-    written = fills.written([2000, 0, 0], [1000, 0, 3000], [False, False, True])
-    jobs = np.frombuffer(written[: fills.programs_at], np.int64).reshape(-1, len(FillField))
+    jobs, of_program = written(fills, [2000, 0, 0], [1000, 0, 3000], [False, False, True])
     np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [2000, 1000, 2000 + staged, 0])
     np.testing.assert_array_equal(jobs[:, FillField.TARGET], [200, 100, 300, 400])
     np.testing.assert_array_equal(jobs[:, FillField.IS_HALF], [0, 0, 0, 1])
@@ -298,15 +308,49 @@ def test_jobs_of_many_programs() -> None:
     np.testing.assert_array_equal(
         jobs[:, FillField.PRECISION], [Precision.FP32, Precision.FP32, Precision.FP32, Precision.BF16]
     )
-    of_program = np.frombuffer(written[fills.programs_at :], np.int32)
     np.testing.assert_array_equal(of_program, np.repeat(np.arange(4), programs))
-    assert fills.programs == sum(programs) and fills.size >= len(written) and max(programs) == 3
+    assert fills.programs == sum(programs) and max(programs) == 3
 
 
-def test_vectors_are_found_in_whichever_layout_is_asked_for() -> None:
-    """The last layout's places are kept, and are another's no more."""
-    matrices = Matrices(np.array([(1, 16, 16, 0, 4), (1, 40, 16, 0, 4)]), 1)
-    first: Any = SimpleNamespace(is_direct=False, moves_out=as_bytes([Move(64, 16, 16), Move(0, 40, 16)]))
-    direct: Any = SimpleNamespace(is_direct=True)
-    for layout, expected in ((first, [64, 0]), (first, [64, 0]), (direct, [16, 40]), (first, [64, 0])):
-        assert matrices.staged_at(layout).tolist() == expected
+def test_vectors_that_the_host_brings_together_are_found_where_they_are_staged() -> None:
+    """In whichever order moves and matrices come; a vector may begin within what is moved."""
+    moves = [Move(64, 16, 16), Move(0, 40, 16), Move(128, 4096, 64)]
+    for order in ([16, 40, 4096], [40, 4100, 16], [4096, 16, 44]):
+        sources = np.array([(1, at, 16, 0, 4) for at in order])
+        layout: Any = SimpleNamespace(is_direct=False, moves_out=as_bytes(moves))
+        taken = FollowerInputs(Matrices(sources, 1), np.array([1, 2, 3]), True)
+        jobs, _ = written(Fills([layout], [taken], FILL_BLOCK), [0], [10_000], [False])
+        expected = [10_000 + {16: 64, 40: 0, 44: 4, 4096: 128, 4100: 132}[at] for at in order]
+        assert jobs[:, FillField.SOURCE].tolist() == expected
+        assert jobs[:, FillField.STEP].tolist() == [4] * 3
+    nothing: Any = SimpleNamespace(is_direct=False, moves_out=b"")
+    taken = FollowerInputs(Matrices(np.array([(1, 16, 16, 0, 4)]), 0), np.array([1]), True)
+    jobs, of_program = written(Fills([nothing], [taken], FILL_BLOCK), [0], [10_000], [False])
+    assert jobs[:, FillField.SOURCE].tolist() == [10_000] and not of_program.size
+
+
+def test_what_are_no_matrices_is_refused() -> None:
+    right = np.array([(1, 16, 16, 0, 4)])
+    room = np.zeros(64 + 8, np.uint8)
+    targets = np.array([8])
+
+    def write(*one: Any, jobs: int = 1, programs: int = 1, room: np.ndarray = room) -> None:
+        _native.write_fills([one], FILL_BLOCK, jobs, programs, room)
+
+    write(right, None, targets, 1, 0, 0, 0)
+    for wrong in (right.tobytes()[:-8], np.array([(1, -1, 16, 0, 4)]), np.array([(1, 0, 16, 0, -4)])):
+        with pytest.raises(ValueError, match="these are no matrices"):
+            write(wrong, None, targets, 1, 0, 0, 0)
+        with pytest.raises(ValueError, match="these are no matrices"):
+            _native.size_fills([(wrong, 1)], FILL_BLOCK)
+    for rows in (-1, 1 << 62):
+        with pytest.raises(ValueError, match="these are no matrices"):
+            write(right, None, targets, rows, 0, 0, 0)
+    with pytest.raises(ValueError, match="not as many targets"):
+        write(right, None, targets[:0], 1, 0, 0, 0)
+    with pytest.raises(ValueError, match="too little room"):
+        write(right, None, targets, 1, 0, 0, 0, programs=0)
+    with pytest.raises(ValueError, match="too little room"):
+        write(right, None, targets, 1, 0, 0, 0, jobs=0)
+    with pytest.raises(ValueError, match="the jobs do not fit"):
+        write(right, None, targets, 1, 0, 0, 0, room=room[:66])

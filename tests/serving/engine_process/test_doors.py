@@ -225,7 +225,7 @@ def test_requests_wait_for_room_in_the_memory_for_requests(monkeypatch: pytest.M
                 await asyncio.sleep(0.001)
             assert len(one._waiting) == 4 - asked == len([r for r in running if not r.done()]) - 2
             for n in (asked - 2, asked - 1):
-                _, inputs, reply, _ = host.asked[n]
+                inputs, reply = host.asked[n].inputs, host.asked[n].future
                 assert bytes(inputs) == bytes([n]) * 1500
                 reply.set_result(Answer(engine.answers.take(8)))
         assert all(answer.buffer.size == 8 for answer in await asyncio.gather(*running))
