@@ -58,7 +58,8 @@ class V1:
         answer = await answer_of(service.executor.begin(request, laid_out.inputs))
         looked_up = time.perf_counter()
         result = answer.state or served.state, names_of(served), laid_out, answer
-        is_large = request.out_bytes > asgi.ANSWER_BYTES or len(text) > asgi.BESIDE_BYTES
+        has_long_masks = laid_out.wants_found and len(text) > asgi.BESIDE_BYTES
+        is_large = request.out_bytes > asgi.ANSWER_BYTES or has_long_masks
         encoded = await service.beside(encode, *result) if is_large else encode(*result)
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
@@ -68,7 +69,7 @@ class V1:
         self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold
     ) -> tuple[ServedVersion, JsonRequest]:
         hold.grow(INPUTS_PER_BYTE * len(text))
-        came = await self._call(text, read, text, score)
+        came = await self._call(len(text) > asgi.READ_BYTES, read, text, score)
         if came is not None:
             served = await self._served(scope, came.model, came.version)
             laid_out = lay_out(served, came)
@@ -83,10 +84,10 @@ class V1:
         """The same for a request that is most likely wrong. The parsed JSON is gone on return."""
         is_large = len(text) > asgi.BESIDE_BYTES
         async with self._room(text, hold) if is_large else contextlib.nullcontext():
-            fields = await self._call(text, parse, text, ("dense",) if score else ("found",))
+            fields = await self._call(is_large, parse, text, ("dense",) if score else ("found",))
             version = fields.get("version")
             served = await self._served(scope, fields["model"], version)
-            laid_out = await self._call(text, lay_out_slowly, served, fields, score)
+            laid_out = await self._call(is_large, lay_out_slowly, served, fields, score)
         laid_out.request.names_version = version is not None
         return served, laid_out
 
@@ -95,11 +96,9 @@ class V1:
         scope[asgi.HOLD].model = served.header.model
         return served if version is None else await self._service.version(served.header.model, version)
 
-    async def _call(self, text: bytes, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls beside the event loop what takes long for a long text."""
-        if len(text) > asgi.BESIDE_BYTES:
-            return await self._service.beside(function, *arguments)
-        return function(*arguments)
+    async def _call(self, is_long: bool, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Calls beside the event loop what takes long."""
+        return await self._service.beside(function, *arguments) if is_long else function(*arguments)
 
     def _room(self, text: bytes, hold: Hold) -> contextlib.AbstractAsyncContextManager[None]:
         inputs = max((e.attached().inputs for e in self._service.engines.values()), default=0)

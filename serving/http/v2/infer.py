@@ -27,7 +27,6 @@ from tableside.serving.service.service import Service
 
 logger = logging.getLogger("tableside")
 
-_INLINE_HEADER_BYTES = 1 << 18  # are read on the event loop: some 0.4 ms
 LENGTH = b"inference-header-content-length"
 _Times = tuple[float, float]  # when it was begun and understood, of time.perf_counter
 Later = Callable[[Callable[[Found], asgi.Response], Found], None]
@@ -201,7 +200,7 @@ class V2:
 
 def _is_large(header_bytes: int, body: Any) -> bool:
     """Whether a request is read beside the event loop."""
-    return header_bytes > _INLINE_HEADER_BYTES or len(body) - header_bytes > shm.INLINE_BYTES
+    return header_bytes > asgi.READ_BYTES or len(body) - header_bytes > shm.INLINE_BYTES
 
 
 def _parse_length(value: bytes, size: int) -> int:

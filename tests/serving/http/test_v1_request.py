@@ -237,10 +237,10 @@ def test_answers_beyond_the_limit_say_what_the_limit_is(
 def test_long_json_is_read_beside_the_event_loop(
     publish: Publish, root: Path, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond 64 KiB, so that health checks do not wait for it; shorter JSON is read where it is."""
+    """Beyond 256 KiB, so that health checks do not wait for it; shorter JSON is read where it is."""
     publish({"t": np.ones((10, 8), np.float32)}, features={"user": {"table": "t"}})
-    text = orjson.dumps({"model": "demo", "features": {"user": [[1] * (40_000 if is_large else 10)]}})
-    assert (len(text) > 1 << 16) == is_large
+    text = orjson.dumps({"model": "demo", "features": {"user": [[1] * (140_000 if is_large else 10)]}})
+    assert (len(text) > 1 << 18) == is_large
     read_on: list[str] = []
 
     async def receive() -> dict[str, Any]:
@@ -262,7 +262,7 @@ def test_long_json_is_read_beside_the_event_loop(
         finally:
             await service.stop()
 
-    assert orjson.loads(asyncio.run(ask()))["vectors"]["user"] == [[40_000.0 if is_large else 10.0] * 8]
+    assert orjson.loads(asyncio.run(ask()))["vectors"]["user"] == [[140_000.0 if is_large else 10.0] * 8]
     assert [name.startswith("tableside-beside") for name in read_on] == [is_large]
 
 
