@@ -289,7 +289,10 @@ def main() -> None:
             for batch in options.batches:
                 check(root, server.url, batch, table_rows, dtypes[key])
         for batch, connections in product(options.batches, options.connections):
-            if batch * connections > MOST_ROWS:  # a round would end before its first answers
+            if batch * connections > MOST_ROWS:
+                console.print(
+                    f"{batch} rows, {connections} connections: left out, a round ends before its answers"
+                )
                 continue
             rows += measure(servers, batch, table_rows, options.seconds, connections, senders)
     title = (

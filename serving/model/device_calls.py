@@ -103,8 +103,8 @@ class DeviceCalls:
 
     def score(self, room: ScorerRoom, start: int, rows: int, is_all: bool) -> NDArray[np.float32]:
         """Begins to compute scores of a room's rows [start, start + rows), which are there once the current
-        stream is done. is_all: the room holds no others. RuntimeError, ValueError, ...: the scorer refuses
-        the rows, or the device is lost."""
+        stream is done, and valid for the next _BATCHES - 1 calls. is_all: the room holds no others.
+        RuntimeError, ValueError, ...: the scorer refuses the rows, or the device is lost."""
         with torch.inference_mode():
             graph = self._graph(room) if is_all and start == 0 else None
             if graph is None:

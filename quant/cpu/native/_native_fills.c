@@ -79,8 +79,9 @@ PyObject *py_size_fills(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 /* Where a vector of the outputs is staged. last: of the moves, the one that was found before. */
 static int64_t staged_at(const move *moves, int64_t count, int64_t at, int64_t *last) {
     int64_t best = -1;
-    if (*last + 1 < count && moves[*last + 1].target == at) best = *last + 1;
-    for (int64_t k = 0; best < 0 && k < count; k++)
+    for (int64_t k = *last + 1; best < 0 && k < count; k++)
+        if (moves[k].target == at) best = k;
+    for (int64_t k = 0; best < 0 && k <= *last; k++)
         if (moves[k].target == at) best = k;
     if (best < 0)
         for (int64_t k = 0; k < count; k++)

@@ -18,6 +18,7 @@ from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import MatrixPlace, place_of
 from tableside.quant.cpu import _native
 from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.batch.buffers import Buffers
 from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, FollowerInputs, Matrices, StagedTensor
 from tableside.quant.gpu.batch.moves import Move, as_bytes
 from tableside.quant.gpu.kernels.job import FillField
@@ -354,3 +355,15 @@ def test_what_are_no_matrices_is_refused() -> None:
         write(right, None, targets, 1, 0, 0, 0, jobs=0)
     with pytest.raises(ValueError, match="the jobs do not fit"):
         write(right, None, targets, 1, 0, 0, 0, room=room[:66])
+
+
+def test_answers_of_no_bytes_take_no_room() -> None:
+    """As those of a batch have of which only scores are sent."""
+
+    def take(size: int) -> Any:
+        assert size
+        return np.zeros(size, np.uint8)
+
+    backend: Any = gpu_backend()
+    buffers = Buffers(backend.device, take)
+    assert not buffers.answer(0).size and buffers.answer(8).size == 8

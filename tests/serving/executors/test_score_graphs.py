@@ -64,6 +64,14 @@ def test_a_graph_has_the_rows_of_the_next_power_of_two() -> None:
     assert set(rows) == {8, 4}
 
 
+def test_scores_stay_while_two_other_batches_begin() -> None:
+    """As many as are under way, and one that ends."""
+    calls, _ = calls_of()
+    begun = [(calls.score(fill(calls, 3, value), 0, 3, True), value) for value in (1.0, 2.0, 3.0)]
+    for scores, value in begun:
+        np.testing.assert_array_equal(scores, np.full(3, 6 * value))
+
+
 def test_parts_of_a_batch_and_many_rows_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """One room of many rows is there at a time."""
     monkeypatch.setattr(device_calls, "GRAPH_ROWS", 8)

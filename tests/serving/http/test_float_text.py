@@ -98,6 +98,7 @@ def test_no_text_is_longer_than_it_must_be(vectors: None) -> None:
         (0.00000012, "1.2e-07"),
         (3.4028235e38, "3.4028235e+38"),
         (-1.1754945e-38, "-1.1754945e-38"),
+        (1e-39, "1.00000022e-39"),
         (float("nan"), "null"),
         (float("-inf"), "null"),
     ],

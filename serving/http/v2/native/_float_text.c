@@ -12,7 +12,8 @@ typedef struct { int64_t first[AT_ONCE]; uint64_t others[AT_ONCE]; int64_t expon
 /* What a float is multiplied with to have nine or ten digits before the point, and the exponent of the first of
  * nine. */
 typedef struct { double scale; int64_t exponent; } power;
-static power powers[256]; /* by a float's exponent */
+enum { EXPONENTS = 256, BITS = 23 };
+static power powers[EXPONENTS + BITS]; /* by a float's exponent, and of subnormal ones by their highest bit */
 
 /* 10 ** k, which is rounded at most twice for |k| <= 44. */
 static double ten_to(int k) {
@@ -32,8 +33,8 @@ static power power_to(double least) {
 }
 
 static inline power power_of(uint32_t bits) {
-    const uint32_t exponent = bits >> 23 & 255;
-    return exponent || !(bits << 1) ? powers[exponent] : power_to((bits & 0x7fffff) * 0x1p-149);
+    const int exponent = bits >> BITS & 255;
+    return powers[exponent || !(bits << 1) ? exponent : EXPONENTS + 31 - __builtin_clz(bits & 0x7fffff)];
 }
 
 #define NAME digits_portable
@@ -53,9 +54,10 @@ static inline power power_of(uint32_t bits) {
 static void (*find_digits)(const uint8_t *values, digits *to) = digits_portable;
 
 int begin_float_text(int most) {
-    double least = 0x1p-126;
+    double least = 0x1p-149;
     int level = 0;
-    for (int exponent = 1; exponent < 255; exponent++, least *= 2) powers[exponent] = power_to(least);
+    for (int bit = 0; bit < BITS; bit++, least *= 2) powers[EXPONENTS + bit] = power_to(least);
+    for (int exponent = 1; exponent < EXPONENTS - 1; exponent++, least *= 2) powers[exponent] = power_to(least);
     find_digits = digits_portable;
     (void)most;
 #if defined(__x86_64__)

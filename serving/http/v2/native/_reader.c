@@ -33,7 +33,9 @@
 #include "_reader.h"
 
 static const char NAME[] = "tableside.names";
-enum { LONG_TEXT = 1 << 16 }; /* bytes of a header from which other threads of Python run meanwhile */
+/* Bytes of a header, and of floats that are written, from which other threads of Python run meanwhile. Fewer floats
+ * are written on the event loop, which would have to wait for its turn again. */
+enum { LONG_TEXT = 1 << 16, LONG_VALUES = 1 << 18 };
 
 static void destroy(PyObject *capsule) { free_names(PyCapsule_GetPointer(capsule, NAME)); }
 
@@ -304,7 +306,7 @@ static PyObject *py_floats(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     const int64_t count = a.b[0].len / (is_half ? 2 : 4);
     char *begin = malloc((size_t)count * FLOAT_BYTES + SPARE_BYTES), *to = begin;
     if (begin) {
-        PyThreadState *state = a.b[0].len > LONG_TEXT ? PyEval_SaveThread() : NULL;
+        PyThreadState *state = a.b[0].len > LONG_VALUES ? PyEval_SaveThread() : NULL;
         *to++ = '[';
         to = write_floats(a.b[0].buf, is_half, count, to);
         *to++ = ']';
@@ -322,7 +324,7 @@ static int find_vectors(const names *of, const place *p, const Py_buffer *output
     const feature *f = of->features + p->kind;
     const int64_t count = f->is_pooled ? p->bags : p->ids, step = f->dim * (f->is_half ? 2 : 4);
     *found = (vectors){of->label[p->kind], (const uint8_t *)outputs->buf + p->out_at, count, f->dim, (int)f->is_half};
-    return lies_in(outputs, p->out_at, count, step, step);
+    return step > 0 && lies_in(outputs, p->out_at, count, step, step);
 }
 
 static PyObject *py_vectors(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -345,7 +347,7 @@ static PyObject *py_vectors(PyObject *self, PyObject *const *args, Py_ssize_t n)
     if (of && !found) PyErr_NoMemory();
     if (of && found && (made = PyByteArray_FromStringAndSize(NULL, room))) {
         char *begin = PyByteArray_AsString(made);
-        PyThreadState *state = a.b[1].len > LONG_TEXT ? PyEval_SaveThread() : NULL;
+        PyThreadState *state = a.b[1].len > LONG_VALUES ? PyEval_SaveThread() : NULL;
         const int64_t bytes = write_vectors(found, count, begin) - begin;
         if (state) PyEval_RestoreThread(state);
         if (PyByteArray_Resize(made, bytes)) Py_CLEAR(made);
