@@ -15,6 +15,7 @@ BASE_FIELDS: tuple[str, ...]
 PROBE_FIELDS: tuple[str, ...]
 RESOLVE_FIELDS: tuple[str, ...]
 FILL_FIELDS: tuple[str, ...]
+MATRIX_FIELDS: tuple[str, ...]
 
 def lookup(
     table: int,

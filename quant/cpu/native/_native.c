@@ -54,7 +54,8 @@ typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
 static const struct { const char *as; const char *const *names; } all_names[] = {
     NAMES(KIND_FIELDS), NAMES(PLACE_FIELDS), NAMES(ROW_MAP_FIELDS), NAMES(LAYER_FIELDS),
     NAMES(GPU_KIND_FIELDS), NAMES(JOB_FIELDS), NAMES(MOVE_FIELDS), NAMES(MEASURED_FIELDS),
-    NAMES(BASE_FIELDS), NAMES(PROBE_FIELDS), NAMES(RESOLVE_FIELDS), NAMES(FILL_FIELDS)};
+    NAMES(BASE_FIELDS), NAMES(PROBE_FIELDS), NAMES(RESOLVE_FIELDS), NAMES(FILL_FIELDS),
+    NAMES(MATRIX_FIELDS)};
 
 static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;

@@ -1,10 +1,10 @@
 /* Jobs that fill the matrices of what follows a batch (quant/gpu/batch/follower.py).
- * size_fills(taken, block): taken: of each request None, or (sources, rows); sources: int64 [matrices, 5], fields of
- *   MatrixPlace; block: values of a program
+ * size_fills(taken, block): taken: of each request None, or (sources, rows); sources: int64 [matrices, fields of
+ *   MatrixPlace]; block: values of a program
  *   -> (jobs, programs, input_bytes, tensors): bytes that each request's tensors take where they are staged, each at
  *   a multiple of 16, and of each tensor (request, its byte in the inputs, its byte among these, its bytes)
- * write_fills(taken, block, jobs, programs, target): taken: (sources, moves, targets, rows, precision, inputs, outputs) each; moves:
- *   None, or those by which outputs are brought together, int64 [moves, fields of Move], which are staged as their
+ * write_fills(taken, block, jobs, programs, target): taken: (sources, moves, targets, rows, precision, inputs,
+ *   outputs) each; moves: None, or those by which outputs are brought together, int64 [moves, fields of Move], which are staged as their
  *   sources say; targets: int64 [matrices], addresses; inputs: the address where tensors are staged; outputs: that of
  *   staged outputs, 0: there are none, and zeros are written
  *   target: for int64 [jobs, fields of FillField], then int32 [programs], the job of each */
@@ -14,7 +14,7 @@
 #include "_arguments.h"
 #include "_layout.h"
 
-typedef struct { int64_t is_output, at, row_bytes, is_half, width; } matrix;
+typedef struct { MATRIX_FIELDS(MEMBER) } matrix;
 typedef struct { FILL_FIELDS(MEMBER) } fill;
 enum { STAGED_ALIGNMENT = 16 };
 

@@ -34,6 +34,7 @@
 /* Job fields of other kernels: quant.cache.kernels.state.ProbeField, and ResolveField and FillField of
  * quant.gpu.kernels.job. */
 #define PROBE_FIELDS(F) F(table) F(ids_at) F(ids) F(locations_at) F(first_block)
+#define MATRIX_FIELDS(F) F(is_output) F(at) F(row_bytes) F(is_half) F(width) /* quant.contract.MatrixPlace */
 #define FILL_FIELDS(F) F(source) F(is_half) F(values) F(width) F(step) F(target) F(first_program) F(precision)
 #define RESOLVE_FIELDS(F) F(row_map) F(ids_at) F(target_at) F(ids) F(found_at) F(first_program)
 

@@ -26,6 +26,7 @@ from tableside.quant.contract import (
     FIELD,
     Lookup,
     LookupKind,
+    MatrixPlace,
     Place,
     Plan,
     Pooling,
@@ -124,6 +125,7 @@ _FIELDS = {
     "GPU_KIND_FIELDS": DeviceKind._fields,
     "MOVE_FIELDS": Move._fields,
     "BASE_FIELDS": Bases._fields,
+    "MATRIX_FIELDS": MatrixPlace._fields,
     **{
         name: tuple(f.name.lower() for f in fields)
         for name, fields in (

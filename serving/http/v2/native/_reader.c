@@ -24,7 +24,8 @@
  *   wanted, a byte for each lookup, 1: its ids came as bags)
  * floats(values, is_half) -> values as a JSON list
  * use_vectors(most) -> which instruction set floats are written with (`begin_float_text`), for tests
- * vectors(names, places, outputs) -> a JSON object as a bytearray, from the name of each place's feature to the list of its vectors */
+ * vectors(names, places, outputs) -> a JSON object as a bytearray, from the name of each place's feature to the list
+ *   of its vectors */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
