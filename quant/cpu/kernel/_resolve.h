@@ -5,17 +5,28 @@
 #pragma once
 #include "_ids.h"
 
-/* Eight numbers of 64 bits, at any alignment; the compiler makes of them what the instruction set has. */
-typedef uint64_t lanes8 __attribute__((vector_size(64), aligned(1), may_alias));
-#define EACH_ID for (int64_t i = 0; i < ID_BLOCK; i++)
-#define EACH_EIGHT for (int64_t i = 0; i < ID_BLOCK; i += 8)
-#define EIGHT(array) (*(lanes8 *)(void *)((array) + i))
-#if defined(__clang__)
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+/* Numbers of 64 bits, as many as a register has, at any alignment. GCC makes scalars of what is wider. */
+#if defined(ISA_AVX512)
+#define WIDTH 8
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15
+#elif defined(ISA_AVX2)
+#define WIDTH 4
+#define EVENS 0, 2, 4, 6
+#define ODDS 1, 3, 5, 7
 #else
-#define EVEN(a, b) __builtin_shuffle(a, b, (lanes8){0, 2, 4, 6, 8, 10, 12, 14})
-#define ODD(a, b) __builtin_shuffle(a, b, (lanes8){1, 3, 5, 7, 9, 11, 13, 15})
+#define WIDTH 2
+#define EVENS 0, 2
+#define ODDS 1, 3
+#endif
+typedef uint64_t lanes __attribute__((vector_size(8 * WIDTH), aligned(1), may_alias));
+#define EACH_ID for (int64_t i = 0; i < ID_BLOCK; i++)
+#define EACH_VECTOR for (int64_t i = 0; i < ID_BLOCK; i += WIDTH)
+#define VECTOR(array) (*(lanes *)(void *)((array) + i))
+#if defined(__clang__)
+#define EVERY_OTHER(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define EVERY_OTHER(a, b, ...) __builtin_shuffle(a, b, (lanes){__VA_ARGS__})
 #endif
 
 /* Hashes a block and prefetches its pilots. is_whole: all of the table's buckets are here, chosen by the
@@ -29,13 +40,13 @@ INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_w
     __builtin_prefetch(ids + 1024), __builtin_prefetch(ids + 1088);
     if (n == ID_BLOCK) __builtin_memcpy(id, ids, sizeof id);
     else EACH_ID id[i] = i < n ? (uint64_t)load_i64(ids + 8 * i) : 0;
-    EACH_EIGHT {
-        lanes8 x = EIGHT(id);
+    EACH_VECTOR {
+        lanes x = VECTOR(id);
         x = (x ^ (x >> 32)) * ID_MIX;
         x = (x ^ (x >> 32)) * ID_MIX;
         x ^= x >> 32;
-        EIGHT(hash) = x;
-        EIGHT(bucket) = x & mask;
+        VECTOR(hash) = x;
+        VECTOR(bucket) = x & mask;
     }
     if (is_whole) {
         EACH_ID __builtin_memcpy(found + 2 * i, entries + bucket[i], sizeof(whole_entry));
@@ -48,15 +59,16 @@ INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_w
             if (outside) found[2 * i + 1] = 0; /* no slots */
         }
     }
-    EACH_EIGHT {
-        const lanes8 one = *(lanes8 *)(void *)(found + 2 * i), two = *(lanes8 *)(void *)(found + 2 * i + 8);
-        const lanes8 first = EVEN(one, two), other = ODD(one, two), slots = other & 0xFFFFFFFF;
-        lanes8 g = (EIGHT(hash) ^ (other >> 32) * ID_SEED) * ID_SPREAD;
+    EACH_VECTOR {
+        const lanes one = *(lanes *)(void *)(found + 2 * i), two = *(lanes *)(void *)(found + 2 * i + WIDTH);
+        const lanes first = EVERY_OTHER(one, two, EVENS), other = EVERY_OTHER(one, two, ODDS),
+            slots = other & 0xFFFFFFFF;
+        lanes g = (VECTOR(hash) ^ (other >> 32) * ID_SEED) * ID_SPREAD;
         g = (g ^ (g >> 32)) * ID_MIX;
-        EIGHT(b->spread) = g;
-        EIGHT(b->slots) = slots;
-        EIGHT(b->first) = first | (lanes8)(slots == 0); /* -1 where the bucket has none */
-        EIGHT(b->pilot_at) = (first * 5 >> 4) + EIGHT(bucket) + ((g >> 32) * ((slots * 5 >> 4) + 1) >> 32);
+        VECTOR(b->spread) = g;
+        VECTOR(b->slots) = slots;
+        VECTOR(b->first) = first | (lanes)(slots == 0); /* -1 where the bucket has none */
+        VECTOR(b->pilot_at) = (first * 5 >> 4) + VECTOR(bucket) + ((g >> 32) * ((slots * 5 >> 4) + 1) >> 32);
     }
     EACH_ID __builtin_prefetch(pilots + b->pilot_at[i], 0, 2);
 }
@@ -68,9 +80,9 @@ INLINE void place_block(const row_map *m, int kept_apart, const id_block *b, int
     const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots, *kept = (const uint8_t *)(intptr_t)m->ids;
     uint64_t pilot[ID_BLOCK], row[ID_BLOCK];
     EACH_ID pilot[i] = pilots[b->pilot_at[i]];
-    EACH_EIGHT {
-        const lanes8 x = (EIGHT(b->spread) ^ (EIGHT(pilot) + 1) * ID_PILOT) * ID_SLOT;
-        EIGHT(row) = EIGHT(b->first) + ((x >> 32) * EIGHT(b->slots) >> 32);
+    EACH_VECTOR {
+        const lanes x = (VECTOR(b->spread) ^ (VECTOR(pilot) + 1) * ID_PILOT) * ID_SLOT;
+        VECTOR(row) = VECTOR(b->first) + ((x >> 32) * VECTOR(b->slots) >> 32);
     }
     if (kept_apart) EACH_ID __builtin_prefetch(kept + (int64_t)row[i] * m->id_step, 0, 2);
     if (b->n == ID_BLOCK) __builtin_memcpy(numbers, row, sizeof row);
@@ -123,17 +135,17 @@ INLINE int64_t check_blocks(resolving *r, int64_t at, int64_t until) {
     const uint8_t *kept = m->id_count ? (const uint8_t *)(intptr_t)m->ids : (const uint8_t *)&ID_MIX;
     const int64_t step = m->id_step;
     const uint64_t own = (uint64_t)j->rows;
-    lanes8 found = {0};
+    lanes found = {0};
     for (; at + ID_BLOCK <= until; at += ID_BLOCK) {
         int64_t *rows = j->numbers + at;
         const uint8_t *ids = j->ids + 8 * at;
         uint64_t there[ID_BLOCK];
         EACH_ID there[i] = (uint64_t)load_i64(kept + ((uint64_t)rows[i] < own ? rows[i] : 0) * step);
-        EACH_EIGHT {
-            const lanes8 row = EIGHT(rows), overlaid = (lanes8)(row + 1 > own); /* found already */
-            const lanes8 is = ((lanes8)(EIGHT(there) == EIGHT(ids + 7 * i)) & (lanes8)(row < own)) | overlaid;
-            EIGHT(rows) = (row & is) | ((uint64_t)m->default_row & ~is);
-            EIGHT(there) = is;
+        EACH_VECTOR {
+            const lanes row = VECTOR(rows), overlaid = (lanes)(row + 1 > own); /* found already */
+            const lanes is = ((lanes)(VECTOR(there) == VECTOR(ids + 7 * i)) & (lanes)(row < own)) | overlaid;
+            VECTOR(rows) = (row & is) | ((uint64_t)m->default_row & ~is);
+            VECTOR(there) = is;
             found -= is;
         }
         if (j->found)
@@ -141,7 +153,7 @@ INLINE int64_t check_blocks(resolving *r, int64_t at, int64_t until) {
         if (m->backfilled) NAME(count_backfilled)(m, rows, ID_BLOCK, r);
         r->missing += ID_BLOCK;
     }
-    for (int i = 0; i < 8; i++) r->missing -= (int64_t)found[i];
+    for (int i = 0; i < WIDTH; i++) r->missing -= (int64_t)found[i];
     return at;
 }
 
@@ -171,19 +183,19 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
     const int64_t count = (j->n_ids + ID_BLOCK - 1) / ID_BLOCK;
     int64_t k = r->next;
     /* counted in lanes over all blocks: a sum of eight costs as much as a block */
-    lanes8 lacks = {0}, late = {0};
+    lanes lacks = {0}, late = {0};
     for (; k < count && k * ID_BLOCK < until; k++) {
         const int64_t at = k * ID_BLOCK, n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
         int64_t *numbers = j->numbers + at, rows[ID_BLOCK];
         uint64_t id[ID_BLOCK];
         if (n == ID_BLOCK) __builtin_memcpy(id, j->ids + 8 * at, sizeof id);
         else EACH_ID id[i] = (uint64_t)(i < n ? load_i64(j->ids + 8 * (at + i)) : m->first);
-        EACH_EIGHT {
-            const lanes8 row = EIGHT(id) - (uint64_t)m->first,
-                is_missing = (lanes8)(row >= (uint64_t)m->id_count);
-            EIGHT(rows) = (row & ~is_missing) | ((uint64_t)m->default_row & is_missing);
+        EACH_VECTOR {
+            const lanes row = VECTOR(id) - (uint64_t)m->first,
+                is_missing = (lanes)(row >= (uint64_t)m->id_count);
+            VECTOR(rows) = (row & ~is_missing) | ((uint64_t)m->default_row & is_missing);
             lacks -= is_missing;
-            late -= (lanes8)(row >= (uint64_t)m->own) & ~is_missing;
+            late -= (lanes)(row >= (uint64_t)m->own) & ~is_missing;
         }
         for (int64_t i = n; i < ID_BLOCK; i++) { /* those beside the last id, which are all alike */
             r->missing -= rows[i] == m->default_row;
@@ -194,7 +206,7 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
         if (j->found)
             for (int64_t i = 0; i < n; i++) j->found[at + i] = rows[i] != m->default_row;
     }
-    for (int i = 0; i < 8; i++) r->missing += (int64_t)lacks[i], r->backfilled += (int64_t)late[i];
+    for (int i = 0; i < WIDTH; i++) r->missing += (int64_t)lacks[i], r->backfilled += (int64_t)late[i];
     r->next = k;
     r->placed = k * ID_BLOCK < j->n_ids ? k * ID_BLOCK : j->n_ids;
     r->checked = r->placed;
@@ -231,46 +243,18 @@ static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
     r->placed = r->checked = j->n_ids;
 }
 
-enum { HOT_AHEAD = 64 }; /* ids whose words come in meanwhile */
+enum { HOT_AHEAD = 24 }; /* ids whose words come in meanwhile */
 
-/* How many bits of each lane are set. */
-INLINE void count_bits(lanes8 *of) {
-    lanes8 x = *of;
-    x -= x >> 1 & 0x5555555555555555u;
-    x = (x & 0x3333333333333333u) + (x >> 2 & 0x3333333333333333u);
-    *of = ((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0Fu) * 0x0101010101010101u >> 56;
-}
-
-/* The words of eight row numbers, by the numbers of these. */
-INLINE void hot_words_at(const hot_word *words, const uint64_t *at, lanes8 *bits, lanes8 *before) {
-#if defined(ISA_AVX512)
-    const __m512i twice = _mm512_slli_epi64(_mm512_loadu_si512(at), 1);
-    *bits = (lanes8)_mm512_i64gather_epi64(twice, &words->bits, 8);
-    *before = (lanes8)_mm512_i64gather_epi64(twice, &words->before, 8);
-#else
-    for (int i = 0; i < 8; i++) (*bits)[i] = words[at[i]].bits, (*before)[i] = words[at[i]].before;
-#endif
-}
-
-/* The number that each row of a block has in memory, or its own where it is not hot. */
-INLINE void place_hot(const row_map *m, const int64_t *rows, int64_t *places) {
+/* The number that a row has in memory, or its own where it is not hot. */
+INLINE int64_t hot_place(const row_map *m, int64_t row) {
     const hot_word *words = (const hot_word *)(intptr_t)m->hot;
-    const uint64_t count = (uint64_t)m->hot_rows;
-    const lanes8 one = {1, 1, 1, 1, 1, 1, 1, 1};
-    EACH_EIGHT {
-        const lanes8 row = EIGHT(rows), is_marked = (lanes8)(row < count);
-        uint64_t at[8];
-        lanes8 bits, before, lower;
-        EIGHT(at - i) = row >> 6 & is_marked;
-        hot_words_at(words, at, &bits, &before);
-        lower = bits & ((one << (row & 63)) - 1);
-        count_bits(&lower);
-        const lanes8 slot = before + lower;
-        const lanes8 past = (lanes8)(slot >= (uint64_t)m->hot_slots); /* whatever a file holds */
-        const lanes8 place = (uint64_t)m->hot_first + ((slot & ~past) | ((uint64_t)(m->hot_slots - 1) & past));
-        const lanes8 is_hot = -(bits >> (row & 63) & 1) & is_marked;
-        EIGHT(places) = (place & is_hot) | (row & ~is_hot);
-    }
+    const int is_marked = (uint64_t)row < (uint64_t)m->hot_rows;
+    const hot_word word = words[is_marked ? row >> 6 : 0];
+    const uint64_t lower = word.bits & (((uint64_t)1 << (row & 63)) - 1);
+    const uint64_t slot = word.before + (uint64_t)__builtin_popcountll(lower);
+    const uint64_t last = (uint64_t)m->hot_slots - 1; /* whatever a file holds */
+    const int is_hot = is_marked & (int)(word.bits >> (row & 63) & 1);
+    return is_hot ? m->hot_first + (int64_t)(slot < last ? slot : last) : row;
 }
 
 /* Numbers [from, until) that are hot become those of their copies: of raw ids, where a copy keeps the id. */
@@ -278,33 +262,29 @@ static NOINLINE void NAME(take_hot)(const job *j, int64_t from, int64_t until) {
     const row_map *m = j->map;
     const hot_word *words = (const hot_word *)(intptr_t)m->hot;
     const uint8_t *kept = (const uint8_t *)(intptr_t)m->ids;
-    int64_t *numbers = j->numbers, rows[ID_BLOCK], places[ID_BLOCK];
+    int64_t places[ID_BLOCK];
     for (; from < until; from += ID_BLOCK) {
         const int64_t left = until - from, n = left < ID_BLOCK ? left : ID_BLOCK;
-        for (int64_t i = HOT_AHEAD; i < HOT_AHEAD + ID_BLOCK && i < left; i++) {
-            const uint64_t row = (uint64_t)numbers[from + i];
-            __builtin_prefetch(words + (row < (uint64_t)m->hot_rows ? row >> 6 : 0), 0, 3);
-        }
-        if (n == ID_BLOCK) __builtin_memcpy(rows, numbers + from, sizeof rows);
-        else EACH_ID rows[i] = i < n ? numbers[from + i] : -1;
-        place_hot(m, rows, places);
-        if (m->directory) {
-            for (int64_t i = 0; i < n; i++)
-                if (places[i] != rows[i]) __builtin_prefetch(kept + places[i] * m->id_step, 0, 3);
-            for (int64_t i = 0; i < n; i++)
-                if (places[i] != rows[i]
-                    && load_i64(kept + places[i] * m->id_step) != load_i64(j->ids + 8 * (from + i)))
-                    places[i] = rows[i];
-        }
-        if (n == ID_BLOCK) __builtin_memcpy(numbers + from, places, sizeof places);
-        else for (int64_t i = 0; i < n; i++) numbers[from + i] = places[i];
+        int64_t *rows = j->numbers + from;
+        for (int64_t i = HOT_AHEAD; i < HOT_AHEAD + n && i < left; i++)
+            __builtin_prefetch(words + ((uint64_t)rows[i] < (uint64_t)m->hot_rows ? rows[i] >> 6 : 0), 0, 3);
+        for (int64_t i = 0; i < n; i++) places[i] = hot_place(m, rows[i]);
+        for (int64_t i = 0; m->directory && i < n; i++)
+            if (places[i] != rows[i]) __builtin_prefetch(kept + places[i] * m->id_step, 0, 3);
+        for (int64_t i = 0; m->directory && i < n; i++)
+            if (places[i] != rows[i]
+                && load_i64(kept + places[i] * m->id_step) != load_i64(j->ids + 8 * (from + i)))
+                places[i] = rows[i];
+        memcpy(rows, places, (size_t)n * 8);
     }
 }
 #undef EACH_ID
-#undef EACH_EIGHT
-#undef EIGHT
-#undef EVEN
-#undef ODD
+#undef EACH_VECTOR
+#undef VECTOR
+#undef EVERY_OTHER
+#undef EVENS
+#undef ODDS
+#undef WIDTH
 
 static NOINLINE void NAME(place_whole)(resolving *r, int64_t until) { place_ids(r, until, 1, 0); }
 static NOINLINE void NAME(place_kept_apart)(resolving *r, int64_t until) { place_ids(r, until, 1, 1); }
@@ -317,7 +297,7 @@ static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
     const int64_t from = r->placed;
     if (from >= until) return;
-    if (!m->directory && m->layer_count) NAME(resolve_overridden_rows)(r);
+    if (!m->directory && (m->layer_count || m->hot)) NAME(resolve_overridden_rows)(r);
     else if (!m->directory || (!m->id_count && !m->layer_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);

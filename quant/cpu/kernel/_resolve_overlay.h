@@ -19,38 +19,34 @@ INLINE int64_t slot_of_place(const place_in_layer *p) {
     return p->slots ? (int64_t)(p->first + slot_of(p->spread, *p->pilot, p->slots)) : -1;
 }
 
-/* Which of eight lanes, each of all bits or none, are set. */
-INLINE uint32_t lanes_set(lanes8 lanes) {
+/* Which numbers, each of all bits or none, are set. */
+INLINE uint32_t lanes_set(lanes each) {
 #if defined(ISA_AVX512)
-    return (uint32_t)_mm512_movepi64_mask((__m512i)lanes);
+    return (uint32_t)_mm512_movepi64_mask((__m512i)each);
 #elif defined(ISA_AVX2)
-    union { lanes8 all; __m256d halves[2]; } u = {lanes};
-    return (uint32_t)_mm256_movemask_pd(u.halves[0]) | (uint32_t)_mm256_movemask_pd(u.halves[1]) << 4;
+    return (uint32_t)_mm256_movemask_pd((__m256d)each);
 #else
-    uint64_t set = 0;
-    lanes &= (lanes8){1, 2, 4, 8, 16, 32, 64, 128};
-    for (int i = 0; i < 8; i++) set |= (uint64_t)lanes[i];
-    return (uint32_t)set;
+    return (uint32_t)(each[0] & 1) | (uint32_t)(each[1] & 2);
 #endif
 }
 
 /* The word of each id in a layer's filter. */
 INLINE void words_of(const layer *l, const uint64_t *id, uint64_t *at) {
-    EACH_EIGHT EIGHT(at) = (EIGHT(id) * ID_FILTER >> 32) * (uint64_t)l->filter_words >> 32;
+    EACH_VECTOR VECTOR(at) = (VECTOR(id) * ID_FILTER >> 32) * (uint64_t)l->filter_words >> 32;
 }
 
 /* Which ids of a block may be in a layer. */
 INLINE uint32_t may_be_in(const layer *l, const uint64_t *id) {
-    const lanes8 one = {1, 1, 1, 1, 1, 1, 1, 1};
+    const lanes one = (lanes){0} + 1;
     const uint64_t *filter = (const uint64_t *)(intptr_t)l->filter;
     uint64_t at[ID_BLOCK], word[ID_BLOCK];
     uint32_t maybe = 0;
     words_of(l, id, at);
     EACH_ID word[i] = filter[at[i]];
-    EACH_EIGHT {
-        const lanes8 h = EIGHT(id) * ID_FILTER;
-        const lanes8 needed = one << (h >> 26 & 63) | one << (h >> 20 & 63) | one << (h >> 14 & 63);
-        maybe |= lanes_set((lanes8)((EIGHT(word) & needed) == needed)) << i;
+    EACH_VECTOR {
+        const lanes h = VECTOR(id) * ID_FILTER;
+        const lanes needed = one << (h >> 26 & 63) | one << (h >> 20 & 63) | one << (h >> 14 & 63);
+        maybe |= lanes_set((lanes)((VECTOR(word) & needed) == needed)) << i;
     }
     return maybe;
 }
@@ -61,14 +57,14 @@ INLINE uint32_t are_marked(const layer *l, const uint64_t *id) {
         count = (uint64_t)l->marked;
     uint64_t at[ID_BLOCK], word[ID_BLOCK];
     uint32_t found = 0;
-    EACH_EIGHT {
-        const lanes8 number = EIGHT(id) - first;
-        EIGHT(at) = (number >> 6) & (lanes8)(number < count);
+    EACH_VECTOR {
+        const lanes number = VECTOR(id) - first;
+        VECTOR(at) = (number >> 6) & (lanes)(number < count);
     }
     EACH_ID word[i] = marks[at[i]];
-    EACH_EIGHT {
-        const lanes8 number = EIGHT(id) - first;
-        found |= lanes_set(-(EIGHT(word) >> (number & 63) & 1) & (lanes8)(number < count)) << i;
+    EACH_VECTOR {
+        const lanes number = VECTOR(id) - first;
+        found |= lanes_set(-(VECTOR(word) >> (number & 63) & 1) & (lanes)(number < count)) << i;
     }
     return found;
 }
