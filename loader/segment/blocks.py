@@ -91,8 +91,9 @@ class BlockReader:
     """Reads rows of a table: a `quant.rows.fetched.Fetch`. file: closed with this object. mapped: its rows;
     None: they are not mapped. believed_ms, trusted_ms: see `_blocks.c`. name: for the log. `damage`: says
     which rows were found damaged first; "": none. Set later: `timeout_s`, that callers wait who say nothing
-    else; `count` and `count_wait`, which are told how many rows came from where, and how many seconds a call
-    waited for the disk; `count_sample`, of how many ids how many were hot (loader.hot)."""
+    else; `count`, `count_in_place` and `count_wait`, which are told how many rows came from where, how many
+    were read in the mapping, and how many seconds a call waited for the disk; `count_sample`, of how many ids
+    how many were hot (loader.hot)."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class BlockReader:
         self._device = os.fstat(fd).st_dev
         self._breaker, self.timeout_s = _breaker(self._device), OPENS_S
         self.count: Callable[[str, int], object] = lambda where, rows: None
+        self.count_in_place: Callable[[int], object] = lambda rows: None
         self.count_wait: Callable[[float], object] = lambda seconds: None
         self.count_sample: Callable[[int, int], object] = lambda ids, hot: None
 
@@ -210,10 +212,6 @@ class BlockReader:
         has not do not count."""
         out = np.empty(rows.size, np.int64)
         return out[: _blocks.away(*self._where, rows, out)]
-
-    def read_in_place(self, rows: int) -> None:
-        """Counts rows that were read in the mapping."""
-        self.count(IN_PLACE, rows)
 
     def ask(self, rows: NDArray[np.int64]) -> None:
         """Has the disk bring the first blocks of some rows, ascending, without a wait."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from functools import partial
 
-from tableside.loader.segment.blocks import BlockReader
+from tableside.loader.segment.blocks import IN_PLACE, BlockReader
 from tableside.serving.metrics.counters import Counter, Histogram, add_all
 
 _ROWS = Counter(
@@ -64,5 +64,6 @@ def count_reads(reader: BlockReader, model: str, table: str) -> None:
         if rows:
             _ROWS.labels(model, table, source).inc(rows)
 
+    reader.count_in_place = _ROWS.labels(model, table, IN_PLACE).inc
     reader.count, reader.count_wait = count, _SECONDS.labels(model, table).observe
     reader.count_sample = partial(count_sample, model, table)

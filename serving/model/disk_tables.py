@@ -50,7 +50,7 @@ class DiskTables:
             calls = reader, reader.ready, timeout_s, reader.away, reader.ask, default
             row_map = base.tables[name].row_map
             note = self.hot.counter(base, name, row_map, reader.count_sample)
-            found[name] = RowReader(*calls, note, reader.read_in_place)
+            found[name] = RowReader(*calls, note, reader.count_in_place)
         return found
 
     def _default_row(
