@@ -306,6 +306,11 @@ class Plan(ABC):
         who waits may find it as well."""
         return self
 
+    def run_at_once(self, inputs: Any, outputs: Any) -> bool:
+        """Runs a plan that waits if a glance shows that no row is waited for and that every id has one. Else
+        False: `begin` says more, and `outputs` hold anything."""
+        return False
+
     @abstractmethod
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Reads ids, lengths and weights from `inputs` and writes every vector to `outputs` (both: the buffer

@@ -1,7 +1,7 @@
 """The base of the CPU backends: tables, id checks, and plans that check inputs first."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,9 @@ ITEM_TYPES: dict[Source, np.dtype[Any]] = {
     Source.BF16: np.dtype("<u2"),
     **{s: np.dtype("u1") for s in Source if s.packed is not None},
 }
+
+# places, inputs, outputs -> whether all vectors were written; else outputs hold anything
+LayersRun = Callable[[Any, Any, Any], bool]
 
 
 class CpuBackend(Backend):
@@ -93,6 +96,17 @@ class CpuBackend(Backend):
     @abstractmethod
     def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> "MemoryPlanner":
         """As `planner`, of tables in memory."""
+
+    def layers_run(
+        self,
+        kinds: Sequence[Lookup | LookupKind],
+        tables: Sequence[Table],
+        are_away: Sequence[bool],
+        threads: int,
+    ) -> LayersRun | None:
+        """Returns what runs lookups of kinds whose rows are in these tables if all ids of those that are away
+        are layers' rows; None: this backend has none."""
+        return None
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
         places = np.array([place_of(lookup, n) for n, lookup in enumerate(lookups)], np.int64)

@@ -21,7 +21,7 @@ from tableside.quant.contract import (
     Unfound,
 )
 from tableside.quant.cpu.address_space import BASE, MEMORY
-from tableside.quant.cpu.index_builder import in_layers, place_rows
+from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader
 from tableside.quant.rows.ids import ID_BYTES, array_address
 from tableside.quant.rows.overlay import NO_ROW
@@ -33,7 +33,7 @@ How = Callable[[RowReader], Fetch | None]  # which way rows are fetched; None: n
 
 _ADDRESSES = 1 << 47  # that a process has
 _NOWHERE = np.zeros(0, np.int64)
-_OF_KIND = [FIELD["kind"], FIELD["ids"]]
+_IDS = FIELD["ids"] + 1  # fields of a place: kind, ids_at, ids
 
 
 class CopiedRows(NamedTuple):
@@ -80,11 +80,10 @@ class InMemory:
         self._spans = [_Span.of(table) for table in tables]
         self._planner = self._planner_of(tables)
         self._by_number = self._planner_over(self._spans) if backend.reads_any_rows else None
-        of_kind = zip(kinds, self._spans, strict=True)
-        layered = [_layered(kind.table, span) for kind, span in of_kind]
-        self._layered = np.array(layered, np.int64)
         self._in_place = [_in_place(kind.table) for kind in kinds]
-        self._has_layers = self._by_number is not None and any(address > 0 for address, *_ in layered)
+        away = [isinstance(kind.table, FetchedTable) for kind in kinds]
+        has_layers = any(t.row_map is not None and t.row_map.elsewhere for t in tables)
+        self._layers_run = backend.layers_run(kinds, tables, away, threads) if has_layers else None
 
     def _planner_of(self, tables: Sequence[Table]) -> "MemoryPlanner":
         of_kind = [
@@ -158,18 +157,15 @@ class InMemory:
             count(in_place)
         return plan, copied
 
-    def in_layers(self, places: NDArray[np.int64], inputs: Any) -> Plan | None:
-        """As `plan`, of rows that all are overlays', which are never away. None: some are not. places: [n,
-        fields of `Place`]."""
-        if not self._has_layers or self._by_number is None:
-            return None
-        if (found := in_layers(self._layered, places, inputs)) is None:
-            return None
-        for kind, ids in places[:, _OF_KIND].tolist():
+    def run_in_layers(self, places: NDArray[np.int64], inputs: Any, outputs: Any) -> bool:
+        """Runs lookups whose ids all are rows of layers, which are never away; else False, and `outputs` hold
+        anything. places: [n, fields of `Place`]."""
+        if self._layers_run is None or not self._layers_run(places, inputs, outputs):
+            return False
+        for kind, _, ids in places[:, :_IDS].tolist():
             if (count := self._in_place[kind]) is not None:
                 count(ids)
-        numbers, at = found
-        return _NumberedPlan((self, numbers), self._by_number, places, at)
+        return True
 
     def _plain(
         self,
@@ -286,15 +282,6 @@ def addresses(arrays: Mapping[int, Ids], count: int) -> NDArray[np.int64]:
 
 def _in_place(table: Any) -> Callable[[int], object] | None:
     return table.reader.in_place if isinstance(table, FetchedTable) else None
-
-
-def _layered(table: Any, span: "_Span") -> tuple[int, int, int]:
-    """Returns what `in_layers` is told of a kind."""
-    if not isinstance(table, FetchedTable):
-        return 0, 0, 0
-    if table.row_map is None or not table.row_map.elsewhere:
-        return -1, 0, 0
-    return table.row_map.native_address, table.rows, span.first
 
 
 class _Span(NamedTuple):

@@ -6,12 +6,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.contract import FIELD
 from tableside.quant.cpu import _native
 from tableside.quant.errors import QuantError
 from tableside.quant.rows.ids import (
@@ -154,17 +152,6 @@ def place_rows(row_map: RowMap, ids: NDArray[np.int64], table_rows: int = 0) -> 
     have one of an older version."""
     rows = np.empty(ids.size, np.int64)
     return rows, _native.place_rows(row_map.native, np.ascontiguousarray(ids), rows, table_rows)
-
-
-def in_layers(
-    tables: NDArray[np.int64], places: NDArray[np.int64], inputs: Any
-) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Returns the row numbers of lookups [lookups, fields of `Place`] whose ids all are rows of overlays, one
-    lookup after another, and the address of each lookup's, 0 for those of other tables; None: some id is not.
-    tables: [kinds, 3], the address of a row map's fields, the rows, and the row from which numbers count;
-    address 0: not one of these tables, -1: it has no overlay."""
-    numbers, at = np.empty(int(places[:, FIELD["ids"]].sum()), np.int64), np.empty(len(places), np.int64)
-    return (numbers, at) if _native.in_layers(tables, places, inputs, numbers, at) else None
 
 
 def count_rows(counts: NDArray[np.uint8], rows: NDArray[np.int64], most: int, step: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from tableside.quant.contract import (
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import (
     CpuBackend,
+    LayersRun,
     MemoryPlanner,
     check_quantize,
     host_tables,
@@ -56,6 +57,7 @@ class _Kind(NamedTuple):
     pooling: int
     precision: int
     row_map: int  # address of a NativeRowMap, or 0
+    is_away: int = 0  # whether ids are refused that have not their rows in a layer
 
 
 _FIELDS = (
@@ -181,6 +183,21 @@ class Native(CpuBackend):
     def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> MemoryPlanner:
         tables = host_tables(kinds)
         return _NativePlanner(_kinds(kinds, tables), tables, threads)
+
+    def layers_run(
+        self,
+        kinds: Sequence[Lookup | LookupKind],
+        tables: Sequence[Table],
+        are_away: Sequence[bool],
+        threads: int,
+    ) -> LayersRun:
+        away = zip(_kinds(kinds, tables), are_away, strict=True)
+        packed = np.array([kind._replace(is_away=is_away) for kind, is_away in away], np.int64).tobytes()
+
+        def run(places: Any, inputs: Any, outputs: Any) -> bool:
+            return _native.run(packed, places, inputs, outputs, threads, None) is None
+
+        return run
 
 
 def packed_planner(tables: Sequence[Table]) -> Planner:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _FEW_ROWS = 16  # that are copied in a moment
 _READY, _FETCH = attrgetter("ready"), attrgetter("fetch")
 _ANY_ROWS = 1 << 62
-_READ = [FIELD["kind"], FIELD["ids_at"], FIELD["ids"]]
+_IDS = FIELD["ids"] + 1  # fields of a place: kind, ids_at, ids
 
 
 class StagedPlanner(Planner):
@@ -52,6 +52,7 @@ class StagedPlanner(Planner):
         held = [table for table in tables if isinstance(table, Table)]
         self.in_memory = InMemory(backend, kinds, held, threads) if len(held) == len(tables) else None
         self.is_fetched = np.array([isinstance(kind.table, FetchedTable) for kind in kinds])
+        self.all_fetched = bool(self.is_fetched.all())
         readers = [k.table.reader if isinstance(k.table, FetchedTable) else None for k in kinds]
         self.notes = [None if reader is None else reader.note for reader in readers]
         self.has_notes = any(note is not None for note in self.notes)
@@ -64,11 +65,18 @@ class _StagedPlan(Plan):
     def __init__(self, planner: StagedPlanner, places: Any) -> None:
         self._planner = planner
         self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
-        self.waits = bool(planner.is_fetched[self._places[:, FIELD["kind"]]].any())
+        self.waits = planner.all_fetched or bool(planner.is_fetched[self._places[:, FIELD["kind"]]].any())
 
     @cached_property
     def _asked(self) -> list[tuple[Lookup | LookupKind, Place]]:
         return [(self._planner.kinds[place.kind], place) for place in places_in(self._places)]
+
+    def run_at_once(self, inputs: Any, outputs: Any) -> bool:
+        in_memory = self._planner.in_memory
+        if in_memory is None or not in_memory.run_in_layers(self._places, inputs, outputs):
+            return False
+        self._note(inputs)
+        return True
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         self._note(inputs)
@@ -83,7 +91,7 @@ class _StagedPlan(Plan):
         if not self._planner.has_notes:
             return
         is_due: bool | None = None
-        for kind, ids_at, count in self._places[:, _READ].tolist():
+        for kind, ids_at, count in self._places[:, :_IDS].tolist():
             if (note := self._planner.notes[kind]) is None:
                 continue
             if not (is_due := note(np.frombuffer(inputs, np.int64, count, ids_at), is_due)):
@@ -95,8 +103,6 @@ class _StagedPlan(Plan):
         """As `InMemory.plan`."""
         if (in_memory := self._planner.in_memory) is None:
             return None, ()
-        if (plan := in_memory.in_layers(self._places, inputs)) is not None:
-            return plan, ()
         return in_memory.plan(self._asked, self._places, inputs, most, how, deadline)
 
     def tables(self) -> "Sequence[FetchedTable]":
@@ -122,6 +128,8 @@ class _StagedPlan(Plan):
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
+        if self.run_at_once(inputs, outputs):
+            return None
         self._note(inputs)
         return _Later(self, inputs).wait().run(inputs, outputs)
 

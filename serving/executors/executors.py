@@ -41,21 +41,26 @@ class CpuExecutor:
         """Answers a small request at once, and a larger one, or one that waits for rows, later. The answer is
         its output buffer: vectors, scores, found masks. `inputs` may be reused on return. ApiError: an id or
         length is wrong, rows did not come, the scorer refuses or is late, or the worker is being replaced."""
-        plan = request.plan
-        if plan.waits:
+        plan, scoring = request.plan, request.scoring
+        blocks, answer = self._blocks(request), None
+        if plan.waits and not blocks:
+            answer = request.look_up_at_once(inputs)
+        if plan.waits and answer is None:
             inputs = kept(inputs)  # which `begun` may point into
             if request.ids > INLINE_FETCHED and not plan.begins_at_once:
                 return self._later(self._run_fetched(request, inputs), waits_for_rows=True)
             begun = request.begin(inputs)
             if isinstance(begun, Waiting):
-                if request.scoring is None and not begun.may_be_here:
+                if scoring is None and not begun.may_be_here:
                     return self._readers.begin(functools.partial(_wait, request, begun, inputs))
                 return self._later(self._run_begun(request, begun, inputs), waits_for_rows=True)
             plan = begun
-        scoring = request.scoring
-        if self._blocks(request) or (scoring is not None and self._goes_beside(scoring)):
-            return self._later(self._run(request, plan, kept(inputs)))
-        answer = request.look_up(inputs, plan)
+        if answer is None:
+            if blocks or (scoring is not None and self._goes_beside(scoring)):
+                return self._later(self._run(request, plan, kept(inputs)))
+            answer = request.look_up(inputs, plan)
+        elif scoring is not None and self._goes_beside(scoring):
+            return self._later(self._scored(request, kept(inputs), answer))
         if scoring is not None:
             self._score_now(ToScore(scoring, inputs, answer.buffer), time.perf_counter())
         return answer

@@ -12,7 +12,8 @@
 enum { SHARED_BYTES = 2 << 20, PART_BYTES = 256 << 10, PARTS_A_THREAD = 8,
       MAX_PARTS = PARTS_A_THREAD * MAX_THREADS };
 
-enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3, MISSING_ID = 4, NO_MEMORY = 5 };
+enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3, MISSING_ID = 4, NO_MEMORY = 5,
+               AWAY = 6 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
 /* The sign of `id | (rows - 1 - id)` is set for ids outside [0, rows), without a 64-bit comparison. */
@@ -55,8 +56,12 @@ static int is_plain(const row_map *m) {
     return !m->directory && !m->first && m->default_row < 0 && (m->layer_count || m->hot);
 }
 
+/* Whether some rows of a job may be those of layers: an overlay's, or hot. */
+static int has_layers(const job *j) { return j->map && (j->map->layer_count || j->map->hot); }
+
 static verdict check(const job *jobs, int64_t n) {
     for (int64_t k = 0; k < n; k++) {
+        if (jobs[k].is_away && !has_layers(jobs + k)) return (verdict){k, AWAY, 0, 0};
         verdict v = check_lengths(jobs + k);
         if (!v.problem && (!jobs[k].map || is_plain(jobs[k].map))) v = check_ids(jobs + k);
         if (v.problem) {
@@ -76,10 +81,10 @@ enum { IDS_AT_ONCE = 64, ROWS_AT_ONCE = 320, IDS_A_PIECE = 2048, SHARED_IDS = 16
 
 static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !is_plain(j->map); }
 
-/* All ids are resolved first if one may be refused, or if only an overlay or hot rows map them (faster for many at
- * once). */
+/* All ids are resolved first if one may be refused, if a row may be away, or if only an overlay or hot rows
+ * map them (faster for many at once). */
 static int goes_first(const job *j) {
-    return j->map && (refuses(j) || (!j->map->directory && (j->map->layer_count || j->map->hot)));
+    return j->map && (refuses(j) || j->is_away || (!j->map->directory && has_layers(j)));
 }
 
 static int64_t pieces_of(const job *j) {
@@ -97,6 +102,21 @@ static void begin(resolving *r, const job *j) {
 
 typedef struct { runner with; const job *jobs; } resolution;
 
+/* Writes the row numbers of a job whose rows are away, and counts it as missing unless all are layers'. */
+static void place_in_layers(runner with, resolving *r) {
+    const job *j = r->job;
+    const row_map *m = j->map;
+    /* bit 63: a number lies in [-1, rows); differences, as SSE2 compares no int64 */
+    uint64_t lacking = 0;
+    with.kernel->place(r, j->n_ids);
+    for (int64_t i = 0; i < j->n_ids; i++) {
+        const uint64_t row = (uint64_t)j->numbers[i];
+        lacking |= ~((row + 1) | ((uint64_t)j->rows - 1 - row));
+    }
+    if (m->directory) r->missing = 0;
+    r->missing += (int64_t)(lacking >> 63);
+}
+
 /* Piece number `k` of a job. */
 static void resolve_piece_of(runner with, const job *j, int64_t k) {
     job part = *j;
@@ -105,7 +125,8 @@ static void resolve_piece_of(runner with, const job *j, int64_t k) {
     if (part.found) part.found += from;
     resolving r;
     begin(&r, &part);
-    with.kernel->resolve(&r, part.n_ids);
+    if (!j->is_away) with.kernel->resolve(&r, part.n_ids);
+    else if (!__atomic_load_n(&j->unfound[0], __ATOMIC_RELAXED)) place_in_layers(with, &r);
     count_unfound(&r);
 }
 
@@ -136,6 +157,8 @@ static verdict resolve_ids(runner with, job *jobs, int64_t n, int64_t threads) {
         job *j = jobs + k;
         int64_t at = 0;
         if (!goes_first(j)) continue;
+        if (j->is_away && j->unfound[0]) return (verdict){k, AWAY, 0, 0};
+        if (j->is_away && j->found) memset(j->found, 1, (size_t)j->n_ids);
         if (refuses(j) && j->unfound[0]) {
             while (j->numbers[at] != -1) at++;
             return (verdict){k, MISSING_ID, at, load_i64(j->ids + 8 * at)};

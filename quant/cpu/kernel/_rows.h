@@ -37,6 +37,7 @@ typedef struct {
     uint8_t *out;           /* [n_bags or n_ids] rows of out_row_bytes */
     int64_t out_row_bytes;
     int precision; /* of the vectors: enum precision */
+    int is_away;   /* 1: no row of the table itself may be read, and ids are refused unless all are layers' */
     int is_gather; /* 1: rows are copied as they are packed; format, dim and pooling are not read */
     const struct row_map *map; /* how ids become row numbers (_ids.h), or null: they are row numbers */
     uint8_t *found;            /* [n_ids]: whether the table has the id, 1 or 0; or null */

@@ -12,7 +12,7 @@
  *   buffers; ids: int64 [n], addresses of ids that are read instead of those in the inputs; 0: those there
  *   Both check every id and length before any row is read. They return None, or (job, problem, position, value)
  *   for the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the
- *   lengths), MISSING_ID.
+ *   lengths), MISSING_ID. run: AWAY as well, where a kind is away: then outputs hold anything
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see _gather.h
@@ -20,7 +20,7 @@
  * size_fills, write_fills: see _native_fills.c ·
  * lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, device_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
- * place_rows, in_layers, count_rows: see _native_index.c · split_ids: see _native_split.c
+ * place_rows, count_rows: see _native_index.c · split_ids: see _native_split.c
  * sample_uses: see _native_uses.c
  * fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
@@ -40,13 +40,14 @@
 #define METHODS(F) \
     F(lookup) F(run) F(quantize) F(totals) F(lay_out) F(lengths_of) F(parts_of) F(feature_places) \
     F(tensor_places) F(device_places) F(tensor_parts) F(count_buckets) F(put_in_buckets) F(distinct) F(build) \
-    F(place_rows) F(in_layers) F(count_rows) F(split_ids) F(sample_uses) F(fill_filter) F(fill_marks) \
+    F(place_rows) F(count_rows) F(split_ids) F(sample_uses) F(fill_filter) F(fill_marks) \
     F(measure) F(place_batch) F(write_batch) F(size_fills) F(write_fills) F(move_all) F(measure_prefetches)
 #define DECLARE(name) PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t n);
 METHODS(DECLARE)
 
 /* The fields of a lookup's kind. */
-#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(precision) F(row_map)
+#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(precision) F(row_map) \
+    F(is_away)
 #define MEMBER(name) int64_t name;
 #define NAME(name) #name,
 typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
@@ -132,7 +133,7 @@ static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in
                .pooling = is_gather ? POOL_NONE : choice(f->pooling), .fixed_length = p->bag_length,
                .out_row_bytes = p->out_row_bytes ? p->out_row_bytes : vector_bytes,
                .precision = is_gather ? AS_FP32 : choice(f->precision), .is_gather = is_gather,
-               .map = (const row_map *)(intptr_t)f->row_map};
+               .map = (const row_map *)(intptr_t)f->row_map, .is_away = f->is_away != 0};
     int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
     if (!is_sound(j, threads) || (!ids_at && !fits("inputs (ids)", p->ids_at, p->ids, 8, in))

@@ -20,10 +20,6 @@
  * place_rows(row_map, ids, rows, table_rows): the row that each id has if it is there, int64 [n]; what a row
  *   keeps is not looked at. A map without an index gives the default row (-1: none) of other ids; layers go first
  *   -> with the rows of the table, not 0: how many ids may lack a row of their own, or came from an older version
- * in_layers(tables, places, inputs, numbers, at): whether all ids of the lookups that are asked about are rows of
- *   overlays. tables: int64 [kinds, 3], the address of a row map's fields, the rows, and the row from which numbers
- *   count; address 0: its lookups are not asked about, -1: it has no such rows. numbers: int64 [ids], the rows, one
- *   lookup after another; at: int64 [lookups], the address of each lookup's, 0: not asked about
  * count_rows(counts, rows, found, most, step): adds step to counts, uint8, of rows, int64 [n], up to most, 127
  *   at most; bit 7 stays. Adds to found, int64 [2], the rows that are there, and those with bit 7
  * All of them release the interpreter's lock; buckets of different ranges may be handled by several threads
@@ -37,7 +33,6 @@
 #include "_ids.h"
 #include "_native_index.h"
 #include "_native_runner.h"
-#include "_place.h"
 
 /* ---- arguments ---- */
 
@@ -255,60 +250,6 @@ PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     Py_END_ALLOW_THREADS
     release(&all);
     return PyLong_FromLongLong(doubtful);
-}
-
-typedef struct { int64_t map, rows, first; } layered;
-
-/* Writes the rows of a lookup to j->numbers, counted from `first` on. 0: one is its table's own, or none. */
-static int place_in_layers(const job *j, const kernel *with, int64_t first) {
-    resolving r;
-    /* bit 63: a number lies in [-1, rows), or an id is none of the table's; differences, as SSE2 compares no int64 */
-    uint64_t lacking = 0;
-    r.job = j, r.next = r.placed = r.checked = r.missing = r.backfilled = 0;
-    with->place(&r, j->n_ids);
-    for (int64_t i = 0; i < j->n_ids; i++) {
-        const uint64_t row = (uint64_t)j->numbers[i];
-        lacking |= ~((row + 1) | ((uint64_t)j->rows - 1 - row));
-        j->numbers[i] = (int64_t)(row - (uint64_t)first);
-    }
-    for (int64_t i = 0; !j->map->directory && i < j->n_ids; i++) { /* of such a map any id may be its own number */
-        const uint64_t at = (uint64_t)load_i64(j->ids + 8 * i) - (uint64_t)j->map->first;
-        lacking |= at | ((uint64_t)j->map->id_count - 1 - at);
-    }
-    return !(lacking >> 63);
-}
-
-PyObject *py_in_layers(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    arguments all;
-    (void)self;
-    if (!take_arguments("in_layers", "bbbww", args, n, &all)) return NULL;
-    const layered *tables = all.b[0].buf;
-    const place *places = all.b[1].buf;
-    const int64_t kinds = all.b[0].len / (int64_t)sizeof *tables, lookups = all.b[1].len / (int64_t)sizeof *places;
-    int64_t *numbers = all.b[3].buf, *at = all.b[4].buf, left = int64s(&all.b[3]);
-    int is_sound = int64s(&all.b[4]) == lookups, are_there = 1;
-    for (int64_t k = 0; is_sound && k < lookups; k++) {
-        const place *p = places + k;
-        is_sound = p->kind >= 0 && p->kind < kinds && p->ids >= 0 && p->ids_at >= 0 && p->ids_at <= all.b[2].len
-            && p->ids <= (all.b[2].len - p->ids_at) / 8;
-        if (is_sound && tables[p->kind].map) is_sound = (left -= p->ids) >= 0, are_there &= tables[p->kind].map != -1;
-    }
-    if (!is_sound) return unsound(&all, "in_layers");
-    const runner with = active_runner();
-    Py_BEGIN_ALLOW_THREADS
-    for (int64_t k = 0; are_there && k < lookups; k++) {
-        const layered *t = tables + places[k].kind;
-        at[k] = t->map ? (int64_t)(intptr_t)numbers : 0;
-        if (!t->map) continue;
-        const row_map *m = (const row_map *)(intptr_t)t->map;
-        const job j = {.rows = t->rows, .map = m, .ids = (const uint8_t *)all.b[2].buf + places[k].ids_at,
-                       .n_ids = places[k].ids, .numbers = numbers, .row_bytes = m->id_step};
-        are_there = place_in_layers(&j, with.kernel, t->first);
-        numbers += j.n_ids;
-    }
-    Py_END_ALLOW_THREADS
-    release(&all);
-    return PyBool_FromLong(are_there);
 }
 
 PyObject *py_count_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed_tables import built, check_index, kinds_of_ids, rows_in, unmix, unspread
 
-from tableside.quant.contract import Place
 from tableside.quant.cpu import (
     _native,
     index_builder,
@@ -265,16 +264,6 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "distinct": (_native.distinct, _distinct()),
     "build": (_native.build, _built()),
     "place_rows": (_native.place_rows, {"row_map": row_map(), "ids": IDS, "rows": IDS, "of": 0}),
-    "in_layers": (
-        _native.in_layers,
-        {
-            "tables": np.array([[-1, 0, 0]]),
-            "places": np.array(Place(0, 0, 5, -1, 1, 0, -1, 0), np.int64),
-            "inputs": IDS,
-            "numbers": IDS,
-            "at": IDS[:1],
-        },
-    ),
     "fill_filter": (_native.fill_filter, {"ids": IDS, "words": np.zeros(1, np.uint64)}),
     "fill_marks": (
         _native.fill_marks,
@@ -287,7 +276,6 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
 }
-OUTSIDE = ((1, 0, 5), (-1, 0, 5), (0, 0, 6), (0, 8, 5), (0, -8, 5), (0, 0, -1), (0, 0, 2**62))
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("count_buckets", {"counts": np.zeros(1, np.int64)}),
     ("count_buckets", {"counts": np.zeros(3, np.int64)}),
@@ -325,9 +313,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("build", {"pilots": np.zeros(2, np.uint8)}),
     ("place_rows", {}),  # a map without addresses
     ("place_rows", {"rows": IDS[:4]}),
-    *(("in_layers", {"places": np.array(Place(*place, -1, 1, 0, -1, 0), np.int64)}) for place in OUTSIDE),
-    ("in_layers", {"numbers": IDS[:4]}),
-    ("in_layers", {"at": IDS[:2]}),
     ("fill_filter", {"words": np.zeros(0, np.uint64)}),
     ("fill_marks", {"numbers": IDS * 32}),
     ("fill_marks", {"numbers": IDS - 1}),

@@ -121,7 +121,8 @@ def test_a_changed_job_is_refused_or_stays_in_its_buffers(data: st.DataObject) -
         "pooling": pooling, "kind": 0, "ids_at": 1, "ids": n,
         "lengths_at": 1 + 8 * n, "bag_length": 0, "bags": bags,
         "weights_at": -1 if pooling is Pooling.NONE else 1 + 8 * n + 4 * bags,
-        "out_at": 4, "out_row_bytes": 4 * table.dim, "precision": 0, "row_map": 0, "found_at": -1,
+        "out_at": 4, "out_row_bytes": 4 * table.dim, "precision": 0, "row_map": 0, "is_away": 0,
+        "found_at": -1,
     }  # fmt: skip
     fields = data.draw(st.lists(st.sampled_from(LOOKUP_CHANGES), max_size=2, unique=True))
     changes = {name: data.draw(st.sampled_from(HOSTILE)) for name in fields}
@@ -157,7 +158,8 @@ def test_a_changed_gather_is_refused_or_stays_in_its_buffers(data: st.DataObject
     job = {
         "table": table.address, "rows": ROWS, "row_bytes": table.row_bytes, "dim": 1, "row_format": 0,
         "pooling": 3, "kind": 0, "ids_at": 1, "ids": n, "lengths_at": -1, "bag_length": 0, "bags": 0,
-        "weights_at": -1, "out_at": 4, "out_row_bytes": 0, "precision": 0, "row_map": 0, "found_at": -1,
+        "weights_at": -1, "out_at": 4, "out_row_bytes": 0, "precision": 0, "row_map": 0, "is_away": 0,
+        "found_at": -1,
     }  # fmt: skip
     fields = data.draw(st.lists(st.sampled_from(GATHER_CHANGES), max_size=2, unique=True))
     changes = {name: data.draw(st.sampled_from(HOSTILE)) for name in fields}
@@ -178,7 +180,8 @@ def test_numbers_that_would_be_good_ones_in_32_bits_are_refused(change: dict[str
         "table": table.address, "rows": table.rows, "row_bytes": table.row_bytes, "dim": 64,
         "row_format": table.row_format,
         "pooling": Pooling.SUM, "kind": 0, "ids_at": 0, "ids": 1, "lengths_at": 8, "bag_length": 0, "bags": 1,
-        "weights_at": -1, "out_at": 0, "out_row_bytes": 256, "precision": 0, "row_map": 0, "found_at": -1,
+        "weights_at": -1, "out_at": 0, "out_row_bytes": 256, "precision": 0, "row_map": 0, "is_away": 0,
+        "found_at": -1,
     }  # fmt: skip
     inputs = np.array([5, 1], np.int64).tobytes()
     assert lookup(job, inputs, bytearray(256)) is None

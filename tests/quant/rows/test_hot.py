@@ -12,10 +12,10 @@ from indexed_tables import raw_table
 from overlays import KINDS, changed, overlaid
 from tables import check_vectors, table_of
 
-from tableside.quant import CpuBackend, RowFormat, Table
+from tableside.quant import CpuBackend, LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.contract import Place
 from tableside.quant.cpu import _native
-from tableside.quant.cpu.index_builder import in_layers, place_rows
+from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.rows.hot import HotRows, fill_hot, hot_words
 from tableside.quant.rows.ids import RowMap
 
@@ -154,16 +154,46 @@ def test_marks_that_are_damaged_lead_to_some_hot_row(isa: str) -> None:
         assert slots.size and (slots >= 0).all() and (slots < len(hot.packed)).all()
 
 
-def test_lookups_whose_rows_all_are_hot(isa: str) -> None:
-    hot = np.arange(10, 90)
-    table = with_hot(table_of(RowFormat.INT8, 16, 100), hot)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["rows", "from a first one on", "raw ids"])
+def test_lookups_run_where_all_their_rows_are_hot(isa: str, kind: str, threads: int) -> None:
+    """Else they say no, wherever the id is that is not hot, and another way says why."""
+    count, first = 40_000, 1000 if kind == "from a first one on" else 0
+    if kind == "raw ids":
+        known = np.arange(1, 101) * 7
+        made = raw_table(known, RowFormat.INT8, 16)
+        plain, rows = made.table, np.sort(made.index.find(known[10:90]))
+    else:
+        plain, known, rows = table_of(RowFormat.INT8, 16, 100), np.arange(100) + first, np.arange(10, 90)
+        plain = replace(plain, row_map=RowMap(100, first=first) if first else None)
+    table = with_hot(plain, rows)
     assert table.row_map is not None and table.row_map.hot is not None
-    kinds = np.array([[table.row_map.native_address, table.rows, -7]], np.int64)
-    places = np.array([Place(0, 0, 40, -1, 0, 0, -1, 0), Place(0, 320, 40, -1, 0, 0, -1, 0)], np.int64)
-    ids = np.random.default_rng(0).choice(hot, 80)
-    found = in_layers(kinds, places, ids.tobytes())
-    assert found is not None
-    np.testing.assert_array_equal(found[0], table.row_map.find(ids) + 7)
-    for other in (0, 9, 90, 99, 100, 105, -1, -5, 2**62, -(2**63)):
-        ids[79] = other
-        assert in_layers(kinds, places, ids.tobytes()) is None
+    run = choose("native").layers_run([LookupKind(table, Pooling.NONE)] * 2, [table] * 2, [True] * 2, threads)
+    assert run is not None
+    vectors = 4 * 16 * count
+    place = Place(1, 0, count, -1, 0, count, -1, 0, found_at=vectors)
+    places = np.array([place, place._replace(kind=0, ids=0, bags=0)], np.int64)
+    ids, out = np.random.default_rng(0).choice(known[10:90], count), np.zeros(vectors + count, np.uint8)
+    assert run(places, ids, out) and out[vectors:].all()
+    expected = choose("native").lookup(table, ids, pooling=Pooling.NONE)
+    np.testing.assert_array_equal(out[:vectors].view(np.float32), expected.ravel())
+    others = (*known[[0, 9, 90, 99]].tolist(), int(known[-1]) + 1, first - 1, -5, 2**62, -(2**63))
+    for at in (0, 2047, 2048, count - 1):
+        for other in others:
+            changed_ids = ids.copy()
+            changed_ids[at] = other
+            assert not run(places, changed_ids, out)
+    assert run(places, ids, out)
+
+
+def test_no_lookup_runs_of_a_table_without_hot_rows() -> None:
+    table = table_of(RowFormat.INT8, 16, 100)
+    hot = with_hot(table, np.arange(100))
+    place, ids, out = Place(0, 0, 5, -1, 0, 5, -1, 0), np.arange(5), np.zeros(5 * 64, np.uint8)
+    for tables, expected in (([hot, hot], True), ([hot, table], False), ([table, hot], False)):
+        kinds = [LookupKind(one, Pooling.NONE) for one in tables]
+        run = choose("native").layers_run(kinds, tables, [True, True], 1)
+        assert run is not None
+        assert run(np.array([place, place._replace(kind=1)], np.int64), ids, out) is expected
+    in_memory = choose("native").layers_run([LookupKind(table, Pooling.NONE)], [table], [False], 1)
+    assert in_memory is not None and in_memory(np.array([place], np.int64), ids, out)
