@@ -57,7 +57,7 @@ def request_of(tables: Sequence[RowSource], ids: np.ndarray) -> Any:
 
     def run() -> np.ndarray:
         plan = planner.plan(places)
-        if plan.waits and plan.run_at_once(inputs, out):
+        if plan.waits and plan.run_at_once(inputs, out) is not None:
             return out
         begun = plan.begin(inputs)
         assert not isinstance(begun, Waiting) and begun.run(inputs, out) is None

@@ -306,10 +306,11 @@ class Plan(ABC):
         who waits may find it as well."""
         return self
 
-    def run_at_once(self, inputs: Any, outputs: Any) -> bool:
-        """Runs a plan that waits if a glance shows that no row is waited for and that every id has one. Else
-        False: `begin` says more, and `outputs` hold anything."""
-        return False
+    def run_at_once(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        """Runs a plan that waits if a glance shows that no row is waited for. Returns `Unfound` of each
+        lookup, none if every id was found; None: it did not run, `begin` says more, and found masks hold
+        anything."""
+        return None
 
     @abstractmethod
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:

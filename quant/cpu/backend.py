@@ -43,8 +43,8 @@ ITEM_TYPES: dict[Source, np.dtype[Any]] = {
     **{s: np.dtype("u1") for s in Source if s.packed is not None},
 }
 
-# places, inputs, outputs -> whether all vectors were written; else outputs hold anything
-LayersRun = Callable[[Any, Any, Any], bool]
+# places, inputs, outputs -> as of `Plan.run_at_once`
+LayersRun = Callable[[Any, Any, Any], Sequence[Unfound] | None]
 
 
 class CpuBackend(Backend):

@@ -157,15 +157,15 @@ class InMemory:
             count(in_place)
         return plan, copied
 
-    def run_in_layers(self, places: NDArray[np.int64], inputs: Any, outputs: Any) -> bool:
-        """Runs lookups whose ids all are rows of layers, which are never away; else False, and `outputs` hold
-        anything. places: [n, fields of `Place`]."""
-        if self._layers_run is None or not self._layers_run(places, inputs, outputs):
-            return False
+    def run_in_layers(self, places: NDArray[np.int64], inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        """As `Plan.run_at_once`, of lookups whose rows that may be away all are layers', which never are.
+        places: [n, fields of `Place`]."""
+        if self._layers_run is None or (found := self._layers_run(places, inputs, outputs)) is None:
+            return None
         for kind, _, ids in places[:, :_IDS].tolist():
             if (count := self._in_place[kind]) is not None:
                 count(ids)
-        return True
+        return found
 
     def _plain(
         self,

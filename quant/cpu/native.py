@@ -82,6 +82,12 @@ def _raise(verdict: tuple[int, int, int, int], table: Table, ids: int) -> None:
     raise BadIds(problem, job, position, value, bound)
 
 
+def _unfound(pairs: bytes) -> Sequence[Unfound]:
+    return (
+        [Unfound(*pair) for pair in np.frombuffer(pairs, np.int64).reshape(-1, 2).tolist()] if pairs else ()
+    )
+
+
 class _NativePlanner(MemoryPlanner):
     """Holds the kinds in the extension's form, and keeps their tables alive."""
 
@@ -99,9 +105,7 @@ class _NativePlanner(MemoryPlanner):
         if isinstance(found, tuple):
             place = places_in(places)[found[0]]
             _raise(found, self.tables[place.kind], place.ids)
-        if found is None or isinstance(found, tuple):
-            return None
-        return [Unfound(*pair) for pair in np.frombuffer(found, np.int64).reshape(-1, 2).tolist()]
+        return None if found is None or isinstance(found, tuple) else _unfound(found)
 
 
 def _kinds(kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table]) -> list[_Kind]:
@@ -194,8 +198,9 @@ class Native(CpuBackend):
         away = zip(_kinds(kinds, tables), are_away, strict=True)
         packed = np.array([kind._replace(is_away=is_away) for kind, is_away in away], np.int64).tobytes()
 
-        def run(places: Any, inputs: Any, outputs: Any) -> bool:
-            return _native.run(packed, places, inputs, outputs, threads, None) is None
+        def run(places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+            found = _native.run(packed, places, inputs, outputs, threads, None)
+            return None if isinstance(found, tuple) else _unfound(found or b"")
 
         return run
 

@@ -71,12 +71,12 @@ class _StagedPlan(Plan):
     def _asked(self) -> list[tuple[Lookup | LookupKind, Place]]:
         return [(self._planner.kinds[place.kind], place) for place in places_in(self._places)]
 
-    def run_at_once(self, inputs: Any, outputs: Any) -> bool:
-        in_memory = self._planner.in_memory
-        if in_memory is None or not in_memory.run_in_layers(self._places, inputs, outputs):
-            return False
-        self._note(inputs)
-        return True
+    def run_at_once(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        if (in_memory := self._planner.in_memory) is None:
+            return None
+        if (found := in_memory.run_in_layers(self._places, inputs, outputs)) is not None:
+            self._note(inputs)
+        return found
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         self._note(inputs)
@@ -124,12 +124,14 @@ class _StagedPlan(Plan):
         refuse = partial(_refuse, self._asked, found, inputs)
         if wrong is not None and all(one.ids is None for one in found.values()):
             refuse(wrong)
-        return _Fetching(self._planner, self._places, found, wrong, refuse, copied)
+        # a lookup that is wrong, or comes after that, has rows of its own that nobody takes
+        return _Fetching(self._planner, self._places, found, wrong, refuse, () if wrong else copied)
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        """Blocks until the rows are here. RowsNotRead: some do not come."""
-        if self.run_at_once(inputs, outputs):
-            return None
+        """Blocks until the rows are here. RowsNotRead: some do not come. After an error found masks hold
+        anything."""
+        if (found := self.run_at_once(inputs, outputs)) is not None:
+            return found or None
         self._note(inputs)
         return _Later(self, inputs).wait().run(inputs, outputs)
 

@@ -161,6 +161,10 @@ class _TogetherPlan(Plan):
         self.waits = asks or (rest is not None and rest.waits)
         self.begins_at_once = asks and not (form.has_hot or planner.has_notes)
 
+    def run_at_once(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        rest = None if self.form.jobs.size else self.form.rest_plan
+        return None if rest is None else rest.run_at_once(inputs, outputs)
+
     def begin(self, inputs: Any) -> Plan | Waiting:
         if not self.form.jobs.size and self.form.rest_plan is not None:
             return self.form.rest_plan.begin(inputs)

@@ -222,7 +222,7 @@ class RowMap:
 
     @property
     def is_plain(self) -> bool:
-        """True if ids are row numbers and all others are refused, so the map only serves the overlay."""
+        """True if ids are row numbers and all others are refused, so the map only serves layers."""
         return self.index is None and self.default_row is None and not self.first
 
     def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:

@@ -169,7 +169,8 @@ class Request:
     def look_up_at_once(self, inputs: Any) -> Answer | None:
         """As `Plan.run_at_once`; None: `begin` says more."""
         out = np.empty(self.out_bytes, np.uint8)
-        return Answer(out, None) if self.plan.run_at_once(inputs, out) else None
+        found = self.plan.run_at_once(inputs, out)
+        return None if found is None else Answer(out, found or None)
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         """As `Plan.begin`. ApiError: as `look_up`."""

@@ -151,8 +151,10 @@ static verdict resolve_ids(runner with, job *jobs, int64_t n, int64_t threads) {
     if (threads > 1 && ids >= SHARED_IDS) run_parts((int)pieces, (int)threads, resolve_piece, &all);
     else
         for (int64_t k = 0; pieces && k < n; k++)
-            for (int64_t piece = 0; piece < pieces_of(jobs + k); piece++)
+            for (int64_t piece = 0; piece < pieces_of(jobs + k); piece++) {
                 resolve_piece_of(with, jobs + k, piece);
+                if (jobs[k].is_away && jobs[k].unfound[0]) return (verdict){k, AWAY, 0, 0};
+            }
     for (int64_t k = 0; k < n; k++) {
         job *j = jobs + k;
         int64_t at = 0;

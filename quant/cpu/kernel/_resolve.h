@@ -182,7 +182,7 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
     const row_map *m = j->map;
     const int64_t count = (j->n_ids + ID_BLOCK - 1) / ID_BLOCK;
     int64_t k = r->next;
-    /* counted in lanes over all blocks: a sum of eight costs as much as a block */
+    /* counted in lanes over all blocks: a sum of lanes costs as much as a block */
     lanes lacks = {0}, late = {0};
     for (; k < count && k * ID_BLOCK < until; k++) {
         const int64_t at = k * ID_BLOCK, n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
@@ -212,12 +212,12 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
     r->checked = r->placed;
 }
 
-/* The same of all of a job's ids, over which an overlay lies. */
+/* The same of all of a job's ids, some of whose rows are an overlay's or hot. */
 static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
     const job *j = r->job;
     const row_map *m = j->map;
-    /* else ids were checked before */
-    const int is_counted = m->default_row >= 0 || m->own < m->id_count || m->first;
+    /* else ids were checked before, if missing ones are counted at all */
+    const int is_counted = !j->unfound || m->default_row >= 0 || m->own < m->id_count || m->first;
     for (int64_t from = 0; from < j->n_ids; from += STRETCH) {
         const int64_t n = j->n_ids - from < STRETCH ? j->n_ids - from : STRETCH;
         const uint8_t *ids = j->ids + 8 * from;

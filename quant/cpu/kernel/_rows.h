@@ -43,7 +43,8 @@ typedef struct {
     uint8_t *found;            /* [n_ids]: whether the table has the id, 1 or 0; or null */
     int64_t *numbers;          /* [n_ids], of a job that has a map: where its row numbers go */
     int64_t beyond;            /* how many ids behind these may be prefetched: more of the same job */
-    /* [2], of a job that has a map: ids that are missing and that are backfilled are added to it */
+    /* [2], of a job that has a map: ids that are missing and that are backfilled are added to it; null:
+     * nobody checked its ids */
     int64_t *unfound;
 } job;
 

@@ -16,6 +16,7 @@ from tables import table_of
 
 from tableside.quant import BadIds, LookupKind, Place, Pooling, RowFormat, choose
 from tableside.quant.contract import Waiting
+from tableside.quant.errors import Problem
 from tableside.quant.rows.fetched import RowReader
 
 
@@ -103,7 +104,7 @@ def test_rows_of_overlays_are_asked_about_nowhere(made: overlays.Overlaid, count
         fetched, plain = (choose().planner(each).plan(places) for each in kinds)
         out_bytes = 32 + count * dim * 4
         expected, out = outcome(plain, inputs, out_bytes), np.zeros(out_bytes, np.uint8)
-        assert fetched.run_at_once(inputs, out) is is_over
+        assert fetched.run_at_once(inputs, out) == (() if is_over else None)
         if is_over:
             assert (out.tobytes(), None) == expected
         else:
@@ -158,6 +159,23 @@ def test_raw_ids_that_rows_keep_are_compared_where_some_are_away() -> None:
         is_alone = source.counted == [3] and source.asked == [[away]]
         assert is_alone == (is_known and away == rows[2])
         assert source.counted == [4] or away == rows[2]
+
+
+def test_a_lookup_that_is_wrong_is_named_after_rows_were_copied() -> None:
+    """Of two of a table the second one's ids have a row that keeps another id, and its lengths are wrong."""
+    made = raw_table(KINDS["random"]).table
+    assert made.row_map is not None and made.row_map.index is not None
+    source = FromArray(made)
+    kind = LookupKind(made.fetched_by(RowReader(source, source.ready, away=source.away)), Pooling.SUM)
+    other = next(i for i in range(2**20, 2**21) if i not in KINDS["random"])
+    ids = np.array([*KINDS["random"][:9], other])
+    source.absent = set(made.row_map.index.places(ids).tolist())
+    each = [Place(0, 0, 2, -1, 2, 1, -1, 0), Place(0, 16, 8, -1, 7, 1, -1, 256)]
+    plan = choose().planner([kind]).plan(np.array(each, np.int64).tobytes())
+    begun = plan.begin(ids.tobytes())
+    with pytest.raises(BadIds) as caught:
+        (begun.wait() if isinstance(begun, Waiting) else begun).run(ids.tobytes(), np.empty(512, np.uint8))
+    assert (caught.value.problem, caught.value.job) == (Problem.SUM, 1)
 
 
 def test_many_rows_are_copied_by_who_has_time() -> None:

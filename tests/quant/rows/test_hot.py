@@ -10,6 +10,7 @@ from cpu_backends import BACKENDS, cpu_backend
 from hot_tables import with_hot
 from indexed_tables import raw_table
 from overlays import KINDS, changed, overlaid
+from overlays import dense as overlaid_rows
 from tables import check_vectors, table_of
 
 from tableside.quant import CpuBackend, LookupKind, Pooling, RowFormat, Table, choose
@@ -174,7 +175,7 @@ def test_lookups_run_where_all_their_rows_are_hot(isa: str, kind: str, threads: 
     place = Place(1, 0, count, -1, 0, count, -1, 0, found_at=vectors)
     places = np.array([place, place._replace(kind=0, ids=0, bags=0)], np.int64)
     ids, out = np.random.default_rng(0).choice(known[10:90], count), np.zeros(vectors + count, np.uint8)
-    assert run(places, ids, out) and out[vectors:].all()
+    assert run(places, ids, out) == () and out[vectors:].all()
     expected = choose("native").lookup(table, ids, pooling=Pooling.NONE)
     np.testing.assert_array_equal(out[:vectors].view(np.float32), expected.ravel())
     others = (*known[[0, 9, 90, 99]].tolist(), int(known[-1]) + 1, first - 1, -5, 2**62, -(2**63))
@@ -182,18 +183,44 @@ def test_lookups_run_where_all_their_rows_are_hot(isa: str, kind: str, threads: 
         for other in others:
             changed_ids = ids.copy()
             changed_ids[at] = other
-            assert not run(places, changed_ids, out)
-    assert run(places, ids, out)
+            assert run(places, changed_ids, out) is None
+    assert run(places, ids, out) == ()
 
 
 def test_no_lookup_runs_of_a_table_without_hot_rows() -> None:
     table = table_of(RowFormat.INT8, 16, 100)
     hot = with_hot(table, np.arange(100))
     place, ids, out = Place(0, 0, 5, -1, 0, 5, -1, 0), np.arange(5), np.zeros(5 * 64, np.uint8)
-    for tables, expected in (([hot, hot], True), ([hot, table], False), ([table, hot], False)):
+    for tables, expected in (([hot, hot], ()), ([hot, table], None), ([table, hot], None)):
         kinds = [LookupKind(one, Pooling.NONE) for one in tables]
         run = choose("native").layers_run(kinds, tables, [True, True], 1)
         assert run is not None
-        assert run(np.array([place, place._replace(kind=1)], np.int64), ids, out) is expected
+        assert run(np.array([place, place._replace(kind=1)], np.int64), ids, out) == expected
     in_memory = choose("native").layers_run([LookupKind(table, Pooling.NONE)], [table], [False], 1)
-    assert in_memory is not None and in_memory(np.array([place], np.int64), ids, out)
+    assert in_memory is not None and in_memory(np.array([place], np.int64), ids, out) == ()
+
+
+def test_ids_beside_hot_rows_may_be_missing() -> None:
+    """They are counted, as those of hot rows that an older version had."""
+    plain = table_of(RowFormat.INT8, 16, 100)
+    tables = [
+        with_hot(replace(plain, row_map=RowMap(100, own=50)), np.arange(100)),
+        replace(plain, row_map=RowMap(99, 99)),
+    ]
+    run = choose("native").layers_run([LookupKind(t, Pooling.NONE) for t in tables], tables, [True, False], 1)
+    places = np.array([Place(0, 0, 3, -1, 0, 3, -1, 0), Place(1, 24, 3, -1, 0, 3, -1, 192)], np.int64)
+    assert run is not None
+    assert run(places, np.array([1, 60, 70, 5, 200, 6]), np.zeros(384, np.uint8)) == [(0, 2, 0), (1, 0, 0)]
+
+
+def test_no_other_ids_than_those_of_its_rows_are_a_tables() -> None:
+    """Also where nobody checked them before."""
+    hot = with_hot(table_of(RowFormat.INT8, 16, 100), np.arange(10, 90))
+    over = overlaid_rows(first=0).table
+    for table in (hot, over):
+        assert table.row_map is not None
+        row_map = replace(table.row_map, default_row=None)
+        ids = np.array([5, 50, 99, 100, 5000, -1, -5, 2**40, row_map.elsewhere[-1][0] + 3, -(2**63)])
+        rows = row_map.find(ids)
+        np.testing.assert_array_equal(place_rows(row_map, ids)[0][3 if table is hot else 4 :], -1)
+        np.testing.assert_array_equal(place_rows(row_map, ids)[0], rows)
