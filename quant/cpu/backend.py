@@ -98,14 +98,10 @@ class CpuBackend(Backend):
         """As `planner`, of tables in memory."""
 
     def layers_run(
-        self,
-        kinds: Sequence[Lookup | LookupKind],
-        tables: Sequence[Table],
-        are_away: Sequence[bool],
-        threads: int,
+        self, kinds: Sequence[LookupKind], are_away: Sequence[bool], threads: int
     ) -> LayersRun | None:
-        """Returns what runs lookups of kinds whose rows are in these tables if all ids of those that are away
-        are layers' rows; None: this backend has none."""
+        """Returns what runs lookups if all ids of kinds that are away are rows of layers; whoever asks keeps
+        the tables. None: this backend has none."""
         return None
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:

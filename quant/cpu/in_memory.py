@@ -33,7 +33,7 @@ How = Callable[[RowReader], Fetch | None]  # which way rows are fetched; None: n
 
 _ADDRESSES = 1 << 47  # that a process has
 _NOWHERE = np.zeros(0, np.int64)
-_IDS = FIELD["ids"] + 1  # fields of a place: kind, ids_at, ids
+WHICH_IDS = slice(FIELD["ids"] + 1)  # fields of a place: kind, ids_at, ids
 
 
 class CopiedRows(NamedTuple):
@@ -83,14 +83,14 @@ class InMemory:
         self._in_place = [_in_place(kind.table) for kind in kinds]
         away = [isinstance(kind.table, FetchedTable) for kind in kinds]
         has_layers = any(t.row_map is not None and t.row_map.elsewhere for t in tables)
-        self._layers_run = backend.layers_run(kinds, tables, away, threads) if has_layers else None
+        self._layers_run = backend.layers_run(self._kinds_of(tables), away, threads) if has_layers else None
+
+    def _kinds_of(self, tables: Sequence[Table]) -> list[LookupKind]:
+        each = zip(self._kinds, tables, strict=True)
+        return [LookupKind(table, kind.pooling, kind.precision) for kind, table in each]
 
     def _planner_of(self, tables: Sequence[Table]) -> "MemoryPlanner":
-        of_kind = [
-            LookupKind(table, kind.pooling, kind.precision)
-            for kind, table in zip(self._kinds, tables, strict=True)
-        ]
-        return self._backend.memory_planner(of_kind, self._threads)
+        return self._backend.memory_planner(self._kinds_of(tables), self._threads)
 
     def _planner_over(self, spans: "Sequence[_Span]") -> "MemoryPlanner":
         """Returns what plans by row numbers, from the first one of a span on."""
@@ -162,7 +162,7 @@ class InMemory:
         places: [n, fields of `Place`]."""
         if self._layers_run is None or (found := self._layers_run(places, inputs, outputs)) is None:
             return None
-        for kind, _, ids in places[:, :_IDS].tolist():
+        for kind, _, ids in places[:, WHICH_IDS].tolist():
             if (count := self._in_place[kind]) is not None:
                 count(ids)
         return found

@@ -4,7 +4,7 @@ they differ by rounding (docs/format.md gives the bound)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +70,7 @@ if (_Kind._fields, Place._fields, NativeRowMap._fields, NativeLayer._fields) != 
     raise ImportError("the native kernel was built from other sources than these; reinstall tableside")
 
 
-def _raise(verdict: tuple[int, int, int, int], table: Table, ids: int) -> None:
+def _raise(verdict: tuple[int, int, int, int], table: Table, ids: int) -> NoReturn:
     """Raises BadIds for a lookup of so many ids in `table`."""
     job, kind, position, value = verdict
     problem = _PROBLEMS[kind]
@@ -83,9 +83,7 @@ def _raise(verdict: tuple[int, int, int, int], table: Table, ids: int) -> None:
 
 
 def _unfound(pairs: bytes) -> Sequence[Unfound]:
-    return (
-        [Unfound(*pair) for pair in np.frombuffer(pairs, np.int64).reshape(-1, 2).tolist()] if pairs else ()
-    )
+    return [Unfound(*pair) for pair in np.frombuffer(pairs, np.int64).reshape(-1, 2).tolist()]
 
 
 class _NativePlanner(MemoryPlanner):
@@ -105,7 +103,7 @@ class _NativePlanner(MemoryPlanner):
         if isinstance(found, tuple):
             place = places_in(places)[found[0]]
             _raise(found, self.tables[place.kind], place.ids)
-        return None if found is None or isinstance(found, tuple) else _unfound(found)
+        return None if found is None else _unfound(found)
 
 
 def _kinds(kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table]) -> list[_Kind]:
@@ -188,19 +186,15 @@ class Native(CpuBackend):
         tables = host_tables(kinds)
         return _NativePlanner(_kinds(kinds, tables), tables, threads)
 
-    def layers_run(
-        self,
-        kinds: Sequence[Lookup | LookupKind],
-        tables: Sequence[Table],
-        are_away: Sequence[bool],
-        threads: int,
-    ) -> LayersRun:
-        away = zip(_kinds(kinds, tables), are_away, strict=True)
+    def layers_run(self, kinds: Sequence[LookupKind], are_away: Sequence[bool], threads: int) -> LayersRun:
+        away = zip(_kinds(kinds, host_tables(kinds)), are_away, strict=True)
         packed = np.array([kind._replace(is_away=is_away) for kind, is_away in away], np.int64).tobytes()
 
         def run(places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
             found = _native.run(packed, places, inputs, outputs, threads, None)
-            return None if isinstance(found, tuple) else _unfound(found or b"")
+            if found is None:
+                return ()
+            return None if isinstance(found, tuple) else _unfound(found)
 
         return run
 

@@ -27,7 +27,7 @@ from tableside.quant.contract import (
     places_in,
 )
 from tableside.quant.cpu.checked import inputs_of, rows_of
-from tableside.quant.cpu.in_memory import CopiedRows, How, InMemory, addresses
+from tableside.quant.cpu.in_memory import WHICH_IDS, CopiedRows, How, InMemory, addresses
 from tableside.quant.cpu.staged_rows import Found, TableRows
 from tableside.quant.errors import BadIds, RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _FEW_ROWS = 16  # that are copied in a moment
 _READY, _FETCH = attrgetter("ready"), attrgetter("fetch")
 _ANY_ROWS = 1 << 62
-_IDS = FIELD["ids"] + 1  # fields of a place: kind, ids_at, ids
 
 
 class StagedPlanner(Planner):
@@ -91,7 +90,7 @@ class _StagedPlan(Plan):
         if not self._planner.has_notes:
             return
         is_due: bool | None = None
-        for kind, ids_at, count in self._places[:, :_IDS].tolist():
+        for kind, ids_at, count in self._places[:, WHICH_IDS].tolist():
             if (note := self._planner.notes[kind]) is None:
                 continue
             if not (is_due := note(np.frombuffer(inputs, np.int64, count, ids_at), is_due)):

@@ -53,15 +53,12 @@ static verdict check_lengths(const job *j) {
 
 /* A map that only serves its overlay or hot rows: ids are row numbers, and all others are refused before any lookup. */
 static int is_plain(const row_map *m) {
-    return !m->directory && !m->first && m->default_row < 0 && (m->layer_count || m->hot);
+    return !m->directory && !m->first && m->default_row < 0 && has_layers(m);
 }
-
-/* Whether some rows of a job may be those of layers: an overlay's, or hot. */
-static int has_layers(const job *j) { return j->map && (j->map->layer_count || j->map->hot); }
 
 static verdict check(const job *jobs, int64_t n) {
     for (int64_t k = 0; k < n; k++) {
-        if (jobs[k].is_away && !has_layers(jobs + k)) return (verdict){k, AWAY, 0, 0};
+        if (jobs[k].is_away && !(jobs[k].map && has_layers(jobs[k].map))) return (verdict){k, AWAY, 0, 0};
         verdict v = check_lengths(jobs + k);
         if (!v.problem && (!jobs[k].map || is_plain(jobs[k].map))) v = check_ids(jobs + k);
         if (v.problem) {
@@ -84,7 +81,7 @@ static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !
 /* All ids are resolved first if one may be refused, if a row may be away, or if only an overlay or hot rows
  * map them (faster for many at once). */
 static int goes_first(const job *j) {
-    return j->map && (refuses(j) || j->is_away || (!j->map->directory && has_layers(j)));
+    return j->map && (refuses(j) || j->is_away || (!j->map->directory && has_layers(j->map)));
 }
 
 static int64_t pieces_of(const job *j) {

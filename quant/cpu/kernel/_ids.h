@@ -12,6 +12,9 @@
 #define ROW_MAP_MEMBER(name) int64_t name;
 typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
 
+/* Whether some rows may be those of layers: an overlay's, or hot. */
+static inline int has_layers(const row_map *m) { return m->layer_count || m->hot; }
+
 /* A layer of an overlay, as quant/rows/overlay.py specifies it: the fields of its NativeLayer, int64 each. */
 #define LAYER_FIELDS(F) \
     F(filter) F(filter_words) F(first_row) F(deleted) F(entries) F(pilots) F(ids) F(id_step) F(buckets) \

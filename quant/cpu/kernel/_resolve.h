@@ -297,7 +297,7 @@ static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
     const int64_t from = r->placed;
     if (from >= until) return;
-    if (!m->directory && (m->layer_count || m->hot)) NAME(resolve_overridden_rows)(r);
+    if (!m->directory && has_layers(m)) NAME(resolve_overridden_rows)(r);
     else if (!m->directory || (!m->id_count && !m->layer_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);

@@ -12,7 +12,7 @@
  *   buffers; ids: int64 [n], addresses of ids that are read instead of those in the inputs; 0: those there
  *   Both check every id and length before any row is read. They return None, or (job, problem, position, value)
  *   for the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the
- *   lengths), MISSING_ID. run: AWAY as well, where a kind is away: then outputs hold anything
+ *   lengths), MISSING_ID. run: AWAY as well, where a kind is away: then found masks hold anything
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see _gather.h

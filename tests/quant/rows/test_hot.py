@@ -169,7 +169,7 @@ def test_lookups_run_where_all_their_rows_are_hot(isa: str, kind: str, threads: 
         plain = replace(plain, row_map=RowMap(100, first=first) if first else None)
     table = with_hot(plain, rows)
     assert table.row_map is not None and table.row_map.hot is not None
-    run = choose("native").layers_run([LookupKind(table, Pooling.NONE)] * 2, [table] * 2, [True] * 2, threads)
+    run = choose("native").layers_run([LookupKind(table, Pooling.NONE)] * 2, [True] * 2, threads)
     assert run is not None
     vectors = 4 * 16 * count
     place = Place(1, 0, count, -1, 0, count, -1, 0, found_at=vectors)
@@ -193,10 +193,10 @@ def test_no_lookup_runs_of_a_table_without_hot_rows() -> None:
     place, ids, out = Place(0, 0, 5, -1, 0, 5, -1, 0), np.arange(5), np.zeros(5 * 64, np.uint8)
     for tables, expected in (([hot, hot], ()), ([hot, table], None), ([table, hot], None)):
         kinds = [LookupKind(one, Pooling.NONE) for one in tables]
-        run = choose("native").layers_run(kinds, tables, [True, True], 1)
+        run = choose("native").layers_run(kinds, [True, True], 1)
         assert run is not None
         assert run(np.array([place, place._replace(kind=1)], np.int64), ids, out) == expected
-    in_memory = choose("native").layers_run([LookupKind(table, Pooling.NONE)], [table], [False], 1)
+    in_memory = choose("native").layers_run([LookupKind(table, Pooling.NONE)], [False], 1)
     assert in_memory is not None and in_memory(np.array([place], np.int64), ids, out) == ()
 
 
@@ -207,7 +207,7 @@ def test_ids_beside_hot_rows_may_be_missing() -> None:
         with_hot(replace(plain, row_map=RowMap(100, own=50)), np.arange(100)),
         replace(plain, row_map=RowMap(99, 99)),
     ]
-    run = choose("native").layers_run([LookupKind(t, Pooling.NONE) for t in tables], tables, [True, False], 1)
+    run = choose("native").layers_run([LookupKind(t, Pooling.NONE) for t in tables], [True, False], 1)
     places = np.array([Place(0, 0, 3, -1, 0, 3, -1, 0), Place(1, 24, 3, -1, 0, 3, -1, 192)], np.int64)
     assert run is not None
     assert run(places, np.array([1, 60, 70, 5, 200, 6]), np.zeros(384, np.uint8)) == [(0, 2, 0), (1, 0, 0)]
