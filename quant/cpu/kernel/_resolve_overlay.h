@@ -157,7 +157,8 @@ INLINE void override_marked(const layer *l, const uint8_t *ids, const int32_t *n
 INLINE void override(const row_map *m, const uint8_t *ids, int64_t n, int64_t *numbers) {
     const layer *layers = (const layer *)(intptr_t)m->layers;
     int32_t noted[STRETCH + ID_BLOCK];
-    for (const layer *l = layers + m->layer_count; l-- > layers;) { /* the newest last */
+    for (int64_t k = m->layer_count; k-- > 0;) { /* the newest last */
+        const layer *l = layers + k;
         if (l->marks) override_marked(l, ids, noted, note(l, 1, ids, n, noted), numbers);
         else override_noted(l, ids, noted, note(l, 0, ids, n, noted), numbers);
     }
